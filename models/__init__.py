@@ -1,0 +1,1 @@
+"""Transformer families as Flax nnx modules, loaded from Hugging Face folders."""

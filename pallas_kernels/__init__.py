@@ -1,0 +1,1 @@
+"""GPU kernels with an SM budget, each beside its plain-JAX reference."""

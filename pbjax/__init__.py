@@ -1,0 +1,1 @@
+"""Higher Transformer inference throughput on one GPU by staggered sub-batches."""

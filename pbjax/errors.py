@@ -1,0 +1,36 @@
+"""The errors pbjax raises on purpose; every one is a `PbjaxError`.
+
+A message has one form: what was asked, what was found, what is allowed, what to do. It fits on one line.
+"""
+
+
+class PbjaxError(Exception):
+    """Base of every error that pbjax raises on purpose."""
+
+
+class InputError(PbjaxError, ValueError):
+    """An argument has a wrong value, shape or dtype."""
+
+
+class InputTypeError(PbjaxError, TypeError):
+    """An argument has a wrong type."""
+
+
+class ModelError(PbjaxError, ValueError):
+    """A model cannot be run in sub-batches: it mixes its batch, keeps state, or cannot be traced."""
+
+
+class FileError(PbjaxError, ValueError):
+    """A plan or profile file is corrupt, truncated, or of a foreign schema."""
+
+
+class DeviceError(PbjaxError, ValueError):
+    """A device is unknown, or a plan or profile belongs to another one."""
+
+
+class MemoryBudgetError(PbjaxError):
+    """A program needs more device memory than there is."""
+
+
+class VerificationError(PbjaxError):
+    """A split program's outputs differ from the unsplit program's by more than the dtype allows."""
