@@ -1,6 +1,7 @@
 """The errors pbjax raises on purpose; every one is a `PbjaxError`.
 
-A message has one form: what was asked, what was found, what is allowed, what to do. It fits on one line.
+A message has one form: what was asked, what was found, what is allowed, what to do. It is one
+line.
 """
 
 
@@ -17,7 +18,7 @@ class InputTypeError(PbjaxError, TypeError):
 
 
 class ModelError(PbjaxError, ValueError):
-    """A model cannot be run in sub-batches: it mixes its batch, keeps state, or cannot be traced."""
+    """A model cannot run in sub-batches: it mixes its batch, keeps state, or cannot be traced."""
 
 
 class FileError(PbjaxError, ValueError):
