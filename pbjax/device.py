@@ -1,0 +1,199 @@
+"""Peak rates of the devices that a program can be planned for.
+
+Figures are datasheet peaks without sparsity, with accumulation in float32; what a kernel reaches is
+measured and stands in a profile, never here. The kind comes in as a string, so that a plan can be made
+for a device that is not there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from pbjax.errors import DeviceError, InputError
+
+
+class ResourceClass(StrEnum):
+    """What bounds an operation: tensor cores, other arithmetic, or memory bandwidth."""
+
+    TENSOR = "TENSOR"
+    CUDA = "CUDA"
+    MEMORY = "MEMORY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Peak rates and capacities of one device kind.
+
+    Attributes:
+      kind: What `jax.Device.device_kind` says.
+      slug: Name of its folder under profiles/.
+      tensor_flops_per_s: Peak rate of contractions by dtype name; float32 means TF32 on a GPU.
+      cuda_flops_per_s: Peak float32 rate of everything that is not a contraction.
+      memory_bytes_per_s: Peak memory bandwidth.
+      num_sms: Streaming multiprocessors, or cores of a CPU.
+      memory_bytes: Size of the device memory.
+      source: Where the figures come from, and how far to trust them.
+    """
+
+    kind: str
+    slug: str
+    tensor_flops_per_s: Mapping[str, float] = field(hash=False)
+    cuda_flops_per_s: float
+    memory_bytes_per_s: float
+    num_sms: int
+    memory_bytes: int
+    source: str
+
+    def contraction_flops_per_s(self, dtype: str) -> float:
+        """Peak rate of a contraction; a dtype that no tensor core takes runs at the vector rate."""
+        return self.tensor_flops_per_s.get(dtype, self.cuda_flops_per_s)
+
+    def ridge_point(self, dtype: str) -> float:
+        """Arithmetic intensity in FLOP/byte above which a contraction is compute-bound.
+
+        Args:
+          dtype: Name of the operands' dtype, such as "bfloat16".
+
+        Returns:
+          The peak rate of contractions in that dtype over the peak bandwidth.
+        """
+        return self.contraction_flops_per_s(dtype) / self.memory_bytes_per_s
+
+
+def find_device(kind: str, num_cores: int = 1) -> Device:
+    """The figures of a device kind.
+
+    Args:
+      kind: A device kind as jax names it, such as "NVIDIA H200" or "cpu", or its slug.
+      num_cores: How many cores a CPU program may use; GPUs ignore it.
+
+    Returns:
+      The device; the rates of a CPU are those of one core times num_cores.
+
+    Raises:
+      DeviceError: Nothing is known about the kind.
+      InputError: num_cores is not positive.
+    """
+    found = [device for device in _DEVICES if kind in (device.kind, device.slug)]
+    if not found:
+        known = ", ".join(repr(device.kind) for device in _DEVICES)
+        raise DeviceError(
+            f"find_device({kind!r}): no figures for this kind; known kinds are {known}; "
+            "pass device=pbjax.Device(...) with the figures of its datasheet"
+        )
+    if num_cores < 1:
+        raise InputError(
+            f"find_device({kind!r}): num_cores is {num_cores}; it must be 1 or more; "
+            "pass the number of cores that the program may use"
+        )
+    return found[0] if kind != _CPU_CORE.kind else _scaled(found[0], num_cores)
+
+
+def _scaled(core: Device, num_cores: int) -> Device:
+    rates = {dtype: rate * num_cores for dtype, rate in core.tensor_flops_per_s.items()}
+    return replace(
+        core,
+        tensor_flops_per_s=rates,
+        cuda_flops_per_s=core.cuda_flops_per_s * num_cores,
+        memory_bytes_per_s=core.memory_bytes_per_s * num_cores,
+        num_sms=num_cores,
+        memory_bytes=core.memory_bytes * num_cores,
+    )
+
+
+def _tensor_rates(
+    *, half: float, tf32: float, byte_float: float | None, int8: float, float64: float | None
+) -> dict[str, float]:
+    rates = {
+        "bfloat16": half,
+        "float16": half,
+        "float32": tf32,
+        "float8_e4m3fn": byte_float,
+        "float8_e5m2": byte_float,
+        "int8": int8,
+        "float64": float64,
+    }
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+
+
+_HOPPER = _tensor_rates(half=989e12, tf32=494e12, byte_float=1979e12, int8=1979e12, float64=67e12)
+_AMPERE = _tensor_rates(half=312e12, tf32=156e12, byte_float=None, int8=624e12, float64=19.5e12)
+
+_CPU_CORE = Device(
+    kind="cpu",
+    slug="cpu",
+    tensor_flops_per_s={"bfloat16": 50e9, "float16": 50e9, "float32": 50e9, "float64": 25e9},
+    cuda_flops_per_s=25e9,
+    memory_bytes_per_s=10e9,
+    num_sms=1,
+    memory_bytes=4 << 30,
+    source="rough order of magnitude of one x86 core; CPUs differ several-fold: only measured times count",
+)
+
+_DEVICES = (
+    Device(
+        kind="NVIDIA H200",
+        slug="nvidia_h200",
+        tensor_flops_per_s=_HOPPER,
+        cuda_flops_per_s=67e12,
+        memory_bytes_per_s=4.8e12,
+        num_sms=132,
+        memory_bytes=141_000_000_000,
+        source="NVIDIA H200 SXM datasheet, dense peaks",
+    ),
+    Device(
+        kind="NVIDIA H100 80GB HBM3",
+        slug="nvidia_h100_80gb_hbm3",
+        tensor_flops_per_s=_HOPPER,
+        cuda_flops_per_s=67e12,
+        memory_bytes_per_s=3.35e12,
+        num_sms=132,
+        memory_bytes=80_000_000_000,
+        source="NVIDIA H100 SXM datasheet, dense peaks",
+    ),
+    Device(
+        kind="NVIDIA A100-SXM4-80GB",
+        slug="nvidia_a100_sxm4_80gb",
+        tensor_flops_per_s=_AMPERE,
+        cuda_flops_per_s=19.5e12,
+        memory_bytes_per_s=2.039e12,
+        num_sms=108,
+        memory_bytes=80_000_000_000,
+        source="NVIDIA A100 80GB SXM datasheet, dense peaks",
+    ),
+    Device(
+        kind="NVIDIA A100-SXM4-40GB",
+        slug="nvidia_a100_sxm4_40gb",
+        tensor_flops_per_s=_AMPERE,
+        cuda_flops_per_s=19.5e12,
+        memory_bytes_per_s=1.555e12,
+        num_sms=108,
+        memory_bytes=40_000_000_000,
+        source="NVIDIA A100 40GB SXM datasheet, dense peaks",
+    ),
+    Device(
+        kind="NVIDIA L40S",
+        slug="nvidia_l40s",
+        tensor_flops_per_s=_tensor_rates(
+            half=362e12, tf32=183e12, byte_float=733e12, int8=733e12, float64=None
+        ),
+        cuda_flops_per_s=91.6e12,
+        memory_bytes_per_s=864e9,
+        num_sms=142,
+        memory_bytes=48_000_000_000,
+        source="NVIDIA L40S datasheet, dense peaks",
+    ),
+    Device(
+        kind="NVIDIA GeForce RTX 4090",
+        slug="nvidia_geforce_rtx_4090",
+        tensor_flops_per_s=_tensor_rates(
+            half=165.2e12, tf32=82.6e12, byte_float=330.3e12, int8=660.6e12, float64=None
+        ),
+        cuda_flops_per_s=82.6e12,
+        memory_bytes_per_s=1.008e12,
+        num_sms=128,
+        memory_bytes=24_000_000_000,
+        source="NVIDIA Ada GPU architecture paper, dense peaks with float32 accumulation",
+    ),
+    _CPU_CORE,
+)

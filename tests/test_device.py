@@ -1,0 +1,77 @@
+"""Device figures: look-up by kind, ridge points, refusals."""
+
+import pytest
+
+from pbjax.device import Device, ResourceClass, find_device
+from pbjax.errors import DeviceError, InputError
+
+
+@pytest.mark.parametrize(
+    ("kind", "ridge"),
+    [("NVIDIA H200", 206), ("NVIDIA H100 80GB HBM3", 295), ("NVIDIA GeForce RTX 4090", 164)],
+)
+def test_ridge_point_follows_the_datasheet(kind, ridge):
+    assert round(find_device(kind).ridge_point("bfloat16")) == ridge
+
+
+def test_h200_has_its_datasheet_figures():
+    device = find_device("NVIDIA H200")
+    assert (device.num_sms, device.memory_bytes) == (132, 141_000_000_000)
+    assert device.memory_bytes_per_s == 4.8e12
+    assert device.cuda_flops_per_s == 67e12
+    assert device.tensor_flops_per_s["int8"] == 2 * device.tensor_flops_per_s["bfloat16"] + 1e12
+
+
+def test_slug_finds_the_same_device_as_the_kind():
+    assert find_device("nvidia_h200") == find_device("NVIDIA H200")
+
+
+def test_devices_are_hashable():
+    assert hash(find_device("nvidia_h200")) == hash(find_device("NVIDIA H200"))
+
+
+def test_dtype_without_tensor_cores_runs_at_the_vector_rate():
+    device = find_device("NVIDIA A100-SXM4-80GB")
+    assert device.contraction_flops_per_s("float8_e4m3fn") == device.cuda_flops_per_s
+
+
+def test_cpu_scales_with_its_cores_and_says_that_it_is_rough():
+    one, four = find_device("cpu"), find_device("cpu", num_cores=4)
+    assert four.cuda_flops_per_s == 4 * one.cuda_flops_per_s
+    assert four.memory_bytes_per_s == 4 * one.memory_bytes_per_s
+    assert (one.num_sms, four.num_sms) == (1, 4)
+    assert four.ridge_point("float32") == one.ridge_point("float32")
+    assert "rough" in one.source
+
+
+def test_cores_do_not_change_a_gpu():
+    assert find_device("NVIDIA H200", num_cores=7) == find_device("NVIDIA H200")
+
+
+def test_unknown_kind_lists_the_known_ones():
+    with pytest.raises(DeviceError, match="'NVIDIA H900'.*'NVIDIA H200'.*'cpu'"):
+        find_device("NVIDIA H900")
+
+
+def test_no_cores_are_refused():
+    with pytest.raises(InputError, match="num_cores is 0"):
+        find_device("cpu", num_cores=0)
+
+
+def test_a_device_of_the_user_needs_no_table():
+    device = Device(
+        kind="mine",
+        slug="mine",
+        tensor_flops_per_s={"bfloat16": 8.0},
+        cuda_flops_per_s=2.0,
+        memory_bytes_per_s=4.0,
+        num_sms=1,
+        memory_bytes=1,
+        source="measured",
+    )
+    assert device.ridge_point("bfloat16") == 2.0
+    assert device.ridge_point("int4") == 0.5
+
+
+def test_resource_classes_print_as_their_names():
+    assert [f"{c}" for c in ResourceClass] == ["TENSOR", "CUDA", "MEMORY"]
