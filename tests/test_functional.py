@@ -1,0 +1,220 @@
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.functional import check_state, functional
+
+X = jnp.arange(8.0).reshape(2, 4)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+class ScannedNnx(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return NnxModel(rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(layer, x):
+            return layer(x)
+
+        return forward(self.layers, x)
+
+
+class JittedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = ScannedNnx(rngs)
+
+    def __call__(self, x):
+        return nnx.jit(lambda inner, x: inner(x))(self.inner, x)
+
+
+class Cached(nnx.Module):
+    def __init__(self):
+        self.step = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.step[...] = self.step[...] + 1
+        return x * 2
+
+
+class LinenModel(nn.Module):
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=not self.train)(nn.Dense(4)(x))
+        return nn.Dropout(0.5, deterministic=not self.train)(x)
+
+
+def linen_variables():
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return LinenModel().init(rngs, X)
+
+
+@pytest.mark.parametrize("kind", [NnxModel, ScannedNnx, JittedNnx])
+def test_nnx_module_in_evaluation_mode_is_pure_and_gives_the_models_output(kind):
+    model = kind(nnx.Rngs(0))
+    model.eval()
+    f = functional(model)
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply(f.params, X), model(X))
+    assert f.name == kind.__name__
+
+
+@pytest.mark.parametrize("kind", [NnxModel, ScannedNnx, JittedNnx])
+def test_nnx_state_that_a_call_changes_is_refused_by_its_path(kind):
+    model = kind(nnx.Rngs(0))
+    model.train()
+    with pytest.raises(ModelError, match=r"dropout\.rngs\.count.*norm\.mean.*norm\.var.*eval\(\)"):
+        check_state(functional(model), X)
+
+
+def test_unchanged_variables_are_not_named_in_the_refusal():
+    model = NnxModel(nnx.Rngs(0))
+    model.train()
+    with pytest.raises(ModelError) as raised:
+        check_state(functional(model), X)
+    assert "kernel" not in str(raised.value)
+    assert "rngs.key" not in str(raised.value)
+
+
+def test_nnx_cache_is_refused():
+    with pytest.raises(ModelError, match="step"):
+        check_state(functional(Cached()), X)
+
+
+def test_nnx_model_is_not_mutated():
+    model = NnxModel(nnx.Rngs(0))
+    model.train()
+    before = jax.tree.leaves(nnx.state(model))
+    f = functional(model)
+    f.apply(f.params, X)
+    with pytest.raises(ModelError):
+        check_state(f, X)
+    after = jax.tree.leaves(nnx.state(model))
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_params_do_not_follow_later_changes_of_the_model():
+    model = Cached()
+    f = functional(model)
+    model(X)
+    assert jax.tree.leaves(f.params)[0] == 0
+
+
+def test_check_state_takes_shapes_in_place_of_arrays():
+    model = NnxModel(nnx.Rngs(0))
+    model.eval()
+    check_state(functional(model), jax.ShapeDtypeStruct((2, 4), jnp.float32))
+
+
+def test_unbound_linen_module_with_variables():
+    variables = linen_variables()
+    f = functional(LinenModel(), variables)
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply(f.params, X), LinenModel().apply(variables, X))
+    assert f.name == "LinenModel"
+
+
+def test_bound_linen_module():
+    variables = linen_variables()
+    f = functional(LinenModel().bind(variables))
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply(f.params, X), LinenModel().apply(variables, X))
+
+
+def test_unbound_linen_module_without_variables_is_refused():
+    with pytest.raises(InputError, match="variables="):
+        functional(LinenModel())
+
+
+def test_bound_linen_module_with_variables_is_refused():
+    variables = linen_variables()
+    with pytest.raises(InputError, match="bound"):
+        functional(LinenModel().bind(variables), variables)
+
+
+def test_linen_batch_statistics_in_training_mode_are_refused():
+    with pytest.raises(ModelError, match=r"mean.*BatchNorm_0.*use_running_average=True"):
+        check_state(functional(LinenModel(train=True), linen_variables()), X)
+
+
+def test_linen_dropout_without_deterministic_is_refused():
+    dropout = nn.Dropout(0.5, deterministic=False)
+    with pytest.raises(ModelError, match=r"dropout.*deterministic=True"):
+        check_state(functional(dropout, {}), X)
+
+
+def test_incomplete_linen_variables_are_refused():
+    variables = {"params": linen_variables()["params"]}
+    with pytest.raises(ModelError, match="batch_stats"):
+        check_state(functional(LinenModel(), variables), X)
+
+
+def test_callable_has_no_params():
+    f = functional(jnp.tanh)
+    check_state(f, X)
+    assert f.params == ()
+    np.testing.assert_array_equal(f.apply((), X), jnp.tanh(X))
+
+
+def scaled(x, factor):
+    return x * factor
+
+
+@pytest.mark.parametrize("model", [scaled, jax.jit(scaled), functools.partial(scaled, factor=2.0)])
+def test_name_of_a_callable_is_the_functions(model):
+    assert functional(model).name == "scaled"
+
+
+def test_several_inputs_and_pytrees_reach_the_model():
+    f = functional(lambda pair, z: {"sum": pair[0] + pair[1] + z})
+    np.testing.assert_array_equal(f.apply((), (X, X), X)["sum"], 3 * X)
+
+
+@pytest.mark.parametrize("model", [jnp.tanh, NnxModel(nnx.Rngs(0))])
+def test_variables_without_a_linen_module_are_refused(model):
+    with pytest.raises(InputError, match="leave out variables="):
+        functional(model, {})
+
+
+@pytest.mark.parametrize("model", [NnxModel, LinenModel])
+def test_a_class_is_refused(model):
+    with pytest.raises(InputTypeError, match="pass an instance"):
+        functional(model)
+
+
+@pytest.mark.parametrize("model", [3, None, X])
+def test_what_cannot_be_called_is_refused(model):
+    unchecked = inspect.unwrap(functional)  # the runtime type checks of the test run come first
+    with pytest.raises(InputTypeError, match="can be called"):
+        unchecked(model)
+
+
+def test_nnx_module_without_call_is_refused():
+    class Silent(nnx.Module):
+        pass
+
+    with pytest.raises(InputTypeError, match="can be called"):
+        functional(Silent())
