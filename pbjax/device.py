@@ -1,8 +1,8 @@
 """Peak rates of the devices that a program can be planned for.
 
 Figures are datasheet peaks without sparsity, with accumulation in float32; what a kernel reaches is
-measured and stands in a profile, never here. The kind comes in as a string, so that a plan can be made
-for a device that is not there.
+measured and stands in a profile, never here. The kind comes in as a string, so that a plan can be
+made for a device that is not there.
 """
 
 from collections.abc import Mapping
@@ -127,7 +127,7 @@ _CPU_CORE = Device(
     memory_bytes_per_s=10e9,
     num_sms=1,
     memory_bytes=4 << 30,
-    source="rough order of magnitude of one x86 core; CPUs differ several-fold: only measured times count",
+    source="rough: an x86 core's order of magnitude, several-fold off for some; only times count",
 )
 
 _DEVICES = (

@@ -49,7 +49,7 @@ def test_cores_do_not_change_a_gpu():
 
 
 def test_unknown_kind_lists_the_known_ones():
-    with pytest.raises(DeviceError, match="'NVIDIA H900'.*'NVIDIA H200'.*'cpu'"):
+    with pytest.raises(DeviceError, match=r"'NVIDIA H900'.*'NVIDIA H200'.*'cpu'"):
         find_device("NVIDIA H900")
 
 
