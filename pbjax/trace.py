@@ -184,9 +184,54 @@ def describe(operation: Operation) -> str:
     return f"{operation.primitive}{where}{f' ({frame})' if frame else ''}"
 
 
-def inner_jaxpr(operation: Operation, name: str) -> Jaxpr:
-    """The body that a loop or branch holds under the given parameter name, without its wrapper."""
-    return _open(operation.params[name])
+def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
+    """The body of a loop or branch as a graph; its inputs are those of the body.
+
+    Args:
+      operation: A scan, while or cond.
+      name: The parameter that holds the body: "jaxpr" of a scan, "body_jaxpr" of a while.
+    """
+    return body_graph(operation.params[name])
+
+
+def body_graph(body: ClosedJaxpr | Jaxpr) -> Graph:
+    """A nested jaxpr as a graph of its own; the arrays it captured are its weights."""
+    consts, jaxpr = _consts(body), _open(body)
+    builder = _Builder()
+    env = {var: builder.add(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+    builder.inline(jaxpr, env, "")
+    return _without_dead_code(
+        Graph(
+            avals=tuple(builder.avals),
+            operations=tuple(builder.operations),
+            num_weights=len(consts),
+            num_inputs=len(jaxpr.invars),
+            outputs=tuple(_read(env, atom) for atom in jaxpr.outvars),
+            constants=tuple(consts),
+            names=tuple(f"body[{i}]" for i in range(len(env))),
+            out_tree=jax.tree.structure([0] * len(jaxpr.outvars)),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanParts:
+    """Operands and results of a scan by their roles, in the numbering of the graph around it."""
+
+    consts: tuple[Atom, ...]
+    carry: tuple[Atom, ...]
+    xs: tuple[Atom, ...]
+    carry_out: tuple[int, ...]
+    ys: tuple[int, ...]
+
+
+def scan_parts(operation: Operation) -> ScanParts:
+    """Splits the operands and results of a scan by their roles."""
+    roles_in = operation.params["ft_in"].update(operation.inputs).unpack()
+    roles_out = operation.params["ft_out"].update(operation.outputs).unpack()
+    consts, carry, xs = (tuple(role) for role in roles_in)
+    carry_out, ys = (tuple(role) for role in roles_out)
+    return ScanParts(consts=consts, carry=carry, xs=xs, carry_out=carry_out, ys=ys)
 
 
 def _user_frame(equation: JaxprEqn) -> str:
