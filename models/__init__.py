@@ -1,1 +1,66 @@
-"""Transformer families as Flax nnx modules, loaded from Hugging Face folders."""
+"""Transformer families as Flax nnx modules, loaded from Hugging Face folders.
+
+Names are imported on first use, so that `import models` alone loads neither jax nor flax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from models.bert import BertConfig, BertModel, BertOutput
+    from models.checkpoint import load, load_tokenizer
+    from models.conversion import ConversionReport, convert
+    from models.errors import (
+        CheckpointError,
+        CheckpointWarning,
+        ConfigError,
+        InputError,
+        KeyMismatchError,
+        NumericError,
+    )
+
+# model_type of config.json -> the module whose FAMILY has configuration, modules and key map.
+FAMILIES = {"bert": "models.bert_checkpoint"}
+
+_MODULES = {
+    "BertConfig": "bert",
+    "BertModel": "bert",
+    "BertOutput": "bert",
+    "CheckpointError": "errors",
+    "CheckpointWarning": "errors",
+    "ConfigError": "errors",
+    "ConversionReport": "conversion",
+    "InputError": "errors",
+    "KeyMismatchError": "errors",
+    "NumericError": "errors",
+    "convert": "conversion",
+    "load": "checkpoint",
+    "load_tokenizer": "checkpoint",
+}
+
+__all__ = [
+    "FAMILIES",
+    "BertConfig",
+    "BertModel",
+    "BertOutput",
+    "CheckpointError",
+    "CheckpointWarning",
+    "ConfigError",
+    "ConversionReport",
+    "InputError",
+    "KeyMismatchError",
+    "NumericError",
+    "convert",
+    "load",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'models' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"models.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,393 @@
+"""BERT encoders: Devlin et al. 2018, with the details of Hugging Face's modeling_bert.py.
+
+In this file: configuration and modules for inference; `models.bert_checkpoint` has the names of the
+files. Not here: dropout, pretraining heads, decoder and cross-attention variants.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Integer
+
+from models.errors import ConfigError, InputError
+from models.hf_config import ConfigFields
+
+Ids = Integer[Array | np.ndarray, "B T"]
+Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
+
+ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# For each class that may have saved the file: whether it always holds a pooler.
+ARCHITECTURES = {
+    "BertModel": False,
+    "BertForMaskedLM": False,
+    "BertForQuestionAnswering": False,
+    "BertForTokenClassification": False,
+    "BertForPreTraining": True,
+    "BertForNextSentencePrediction": True,
+    "BertForSequenceClassification": True,
+    "BertForMultipleChoice": True,
+}
+# Standard deviation of fresh weights; only used without a checkpoint.
+INIT_STDDEV = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig:
+    """Sizes and constants of one BERT encoder.
+
+    Attributes:
+      num_layers: Number of blocks.
+      embed_dim: Width of the hidden states.
+      mlp_dim: Width inside the MLP.
+      num_heads: Attention heads; divides embed_dim.
+      vocab_size: Rows of the word embedding.
+      max_seq_len: Rows of the position embedding, the longest sequence.
+      num_token_types: Rows of the token type embedding.
+      norm_eps: Added to the variance in every LayerNorm.
+      activation: GELU in its exact form, "gelu", or its tanh approximation, "gelu_tanh".
+      pooler: Whether there is a pooler on the first token.
+    """
+
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    vocab_size: int
+    max_seq_len: int
+    num_token_types: int
+    norm_eps: float
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    pooler: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless the sizes fit together."""
+        for name in ("num_layers", "embed_dim", "mlp_dim", "num_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"BertConfig: {name} is {getattr(self, name)}; it must be positive; correct it"
+                )
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                f"BertConfig: embed_dim is {self.embed_dim} with {self.num_heads} heads;"
+                " the heads must divide it; change one of them"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"BertConfig: activation is {self.activation!r};"
+                f" supported are {', '.join(ACTIVATIONS)}; choose one"
+            )
+
+    @classmethod
+    def base(cls) -> "BertConfig":
+        """BERT-Base: 12 layers x 768."""
+        return cls(
+            num_layers=12,
+            embed_dim=768,
+            mlp_dim=3072,
+            num_heads=12,
+            vocab_size=30522,
+            max_seq_len=512,
+            num_token_types=2,
+            norm_eps=1e-12,
+        )
+
+    @classmethod
+    def large(cls) -> "BertConfig":
+        """BERT-Large: 24 layers x 1024."""
+        return replace(cls.base(), num_layers=24, embed_dim=1024, mlp_dim=4096, num_heads=16)
+
+    @classmethod
+    def minilm(cls) -> "BertConfig":
+        """MiniLM-L6: 6 layers x 384 (Wang et al. 2020, as in all-MiniLM-L6-v2)."""
+        return replace(cls.base(), num_layers=6, embed_dim=384, mlp_dim=1536)
+
+    @classmethod
+    def from_hugging_face(
+        cls, fields: Mapping[str, object], origin: str = "config.json"
+    ) -> "BertConfig":
+        """Reads the fields of a config.json; the pooler is assumed until the tensors are known.
+
+        Args:
+          fields: The parsed JSON object.
+          origin: Where it came from, for messages.
+
+        Returns:
+          The configuration.
+
+        Raises:
+          ConfigError: A field is missing, malformed or asks for what is not supported.
+        """
+        reader = ConfigFields(fields, origin)
+        reader.architecture(ARCHITECTURES, "BertModel")
+        for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
+            reader.exactly(name, (False,), default=False)
+        reader.exactly("position_embedding_type", ("absolute",), default="absolute")
+        reader.exactly("pruned_heads", ({}, None), default=None)
+        heads = reader.count("num_attention_heads")
+        width = reader.count("hidden_size")
+        if width % heads:
+            raise reader.error(
+                "num_attention_heads", str(heads), f"it must divide hidden_size {width}", "correct"
+            )
+        config = cls(
+            num_layers=reader.count("num_hidden_layers"),
+            embed_dim=width,
+            mlp_dim=reader.count("intermediate_size"),
+            num_heads=heads,
+            vocab_size=reader.count("vocab_size"),
+            max_seq_len=reader.count("max_position_embeddings"),
+            num_token_types=reader.count("type_vocab_size"),
+            norm_eps=reader.positive("layer_norm_eps"),
+            activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
+        )
+        reader.warn_unknown()
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertOutput:
+    """What a BERT encoder returns, under Hugging Face's names.
+
+    Attributes:
+      last_hidden_state: Hidden states after the last block.
+      pooler_output: tanh of a Linear on the first token; None without a pooler.
+    """
+
+    last_hidden_state: Float[Array, "B T D"]
+    pooler_output: Float[Array, "B D"] | None
+
+
+def _flatten_output(output: BertOutput):
+    names = ("last_hidden_state", "pooler_output")
+    return tuple((jax.tree_util.GetAttrKey(name), getattr(output, name)) for name in names), None
+
+
+def _unflatten_output(_, children) -> BertOutput:
+    # Not by the constructor: jax also puts shapes, axes and None into a tree.
+    output = object.__new__(BertOutput)
+    object.__setattr__(output, "last_hidden_state", children[0])
+    object.__setattr__(output, "pooler_output", children[1])
+    return output
+
+
+jax.tree_util.register_pytree_with_keys(BertOutput, _flatten_output, _unflatten_output)
+
+
+class BertEmbeddings(nnx.Module):
+    """Sum of word, token type and position embeddings, normalised."""
+
+    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        embed = partial(
+            nnx.Embed,
+            features=config.embed_dim,
+            dtype=dtype,
+            param_dtype=dtype,
+            embedding_init=nnx.initializers.normal(INIT_STDDEV),
+            rngs=rngs,
+        )
+        self.word = embed(config.vocab_size)
+        self.position = embed(config.max_seq_len)
+        self.token_type = embed(config.num_token_types)
+        self.norm = _layer_norm(config, dtype, rngs)
+
+    def __call__(self, input_ids: Ids, token_type_ids: Ids | None) -> Float[Array, "B T D"]:
+        """Embeds tokens; token type 0 where none is given."""
+        with jax.named_scope("embeddings"):
+            ids = jnp.asarray(input_ids)
+            types = jnp.zeros_like(ids) if token_type_ids is None else jnp.asarray(token_type_ids)
+            x = self.word(ids) + self.token_type(types)
+            positions = self.position.embedding[: ids.shape[1]]
+            x = x + jnp.broadcast_to(positions, x.shape)
+            return self.norm(x).astype(x.dtype)
+
+
+class BertAttention(nnx.Module):
+    """Bidirectional multi-head attention with its residual and norm."""
+
+    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        project = partial(_linear, config.embed_dim, config.embed_dim, dtype, rngs)
+        self.query = project()
+        self.key = project()
+        self.value = project()
+        self.output = project()
+        self.norm = _layer_norm(config, dtype, rngs)
+        self.num_heads = config.num_heads
+
+    def __call__(
+        self, x: Float[Array, "B T D"], bias: Float[Array, "B 1 1 T"] | None
+    ) -> Float[Array, "B T D"]:
+        """Attends over all tokens, adding `bias` to the scores in f32."""
+        with jax.named_scope("attention"):
+            query, key, value = (self._heads(f(x)) for f in (self.query, self.key, self.value))
+            scores = jnp.einsum(
+                "BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32
+            ) * (query.shape[-1] ** -0.5)
+            if bias is not None:
+                scores = scores + bias
+            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            context = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+            x = x + self.output(context.reshape(x.shape))
+            return self.norm(x).astype(x.dtype)
+
+    def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return x.reshape(*x.shape[:2], self.num_heads, -1)
+
+
+class BertMlp(nnx.Module):
+    """Two Linears with GELU between them, residual and norm."""
+
+    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        self.up = _linear(config.embed_dim, config.mlp_dim, dtype, rngs)
+        self.down = _linear(config.mlp_dim, config.embed_dim, dtype, rngs)
+        self.norm = _layer_norm(config, dtype, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Transforms every token by itself."""
+        with jax.named_scope("mlp"):
+            x = x + self.down(ACTIVATIONS[self.activation](self.up(x)))
+            return self.norm(x).astype(x.dtype)
+
+
+class BertLayer(nnx.Module):
+    """One block: attention, then MLP."""
+
+    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        self.attention = BertAttention(config, dtype=dtype, rngs=rngs)
+        self.mlp = BertMlp(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], bias: Float[Array, "B 1 1 T"] | None
+    ) -> Float[Array, "B T D"]:
+        """Applies the block."""
+        return self.mlp(self.attention(x, bias))
+
+
+class BertModel(nnx.Module):
+    """A BERT encoder for inference."""
+
+    def __init__(self, config: BertConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> None:
+        """Makes an encoder with fresh weights; `models.load` makes one with a checkpoint's.
+
+        Args:
+          config: Its sizes.
+          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
+          rngs: Source of the weights.
+        """
+        self.config = config
+        self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
+        layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        self.layers = nnx.List(layers)
+        width = config.embed_dim
+        self.pooler = _linear(width, width, dtype, rngs) if config.pooler else None
+
+    def __call__(
+        self,
+        input_ids: Ids,
+        attention_mask: Mask | None = None,
+        token_type_ids: Ids | None = None,
+    ) -> BertOutput:
+        """Encodes a batch of token sequences.
+
+        Args:
+          input_ids: Tokens; an id outside the vocabulary gives NaN, never another token's values.
+          attention_mask: 1 for tokens, 0 for padding; all tokens without it. The hidden states of
+            padding are finite and mean nothing.
+          token_type_ids: Segment of each token; all 0 without it.
+
+        Returns:
+          Hidden states of the last block, and the pooler's output.
+
+        Raises:
+          InputError: A shape is wrong or the sequence is too long.
+        """
+        last = self.hidden_states(input_ids, attention_mask, token_type_ids)[-1]
+        if self.pooler is None:
+            return BertOutput(last_hidden_state=last, pooler_output=None)
+        with jax.named_scope("pooler"):
+            pooled = jnp.tanh(self.pooler(last[:, 0]))
+        return BertOutput(last_hidden_state=last, pooler_output=pooled)
+
+    def hidden_states(
+        self,
+        input_ids: Ids,
+        attention_mask: Mask | None = None,
+        token_type_ids: Ids | None = None,
+    ) -> list[Float[Array, "B T D"]]:
+        """Returns the hidden states after the embeddings and after each block, in order."""
+        given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
+        check_shapes(self.config, tuple(input_ids.shape), shapes)
+        states = [self.embeddings(input_ids, token_type_ids)]
+        bias = None if attention_mask is None else mask_bias(attention_mask)
+        for layer in self.layers:
+            states.append(layer(states[-1], bias))
+        return states
+
+
+def mask_bias(attention_mask: Mask) -> Float[Array, "B 1 1 T"]:
+    """Returns 0 for tokens and the lowest finite f32 for padding.
+
+    A finite value keeps a row without any token uniform instead of NaN.
+    """
+    with jax.named_scope("mask_bias"):
+        lowest = jnp.finfo(jnp.float32).min
+        bias = jnp.where(jnp.asarray(attention_mask) != 0, 0.0, lowest).astype(jnp.float32)
+        return bias[:, None, None, :]
+
+
+def check_shapes(
+    config: BertConfig, ids: tuple[int, ...], others: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises InputError unless the shapes of a call fit together and into the model."""
+    if len(ids) != 2:
+        raise InputError(
+            f"BertModel(input_ids): shape is {ids}; [batch, length] is needed; add the missing axis"
+        )
+    if not 1 <= ids[1] <= config.max_seq_len:
+        raise InputError(
+            f"BertModel(input_ids): sequence length is {ids[1]}; 1 to {config.max_seq_len} is"
+            " possible (max_seq_len); truncate the sequences"
+        )
+    for name, shape in others.items():
+        if shape != ids:
+            raise InputError(
+                f"BertModel({name}): shape is {shape}; it must be that of input_ids, {ids};"
+                " pad both alike"
+            )
+
+
+def _linear(inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
+    init = nnx.initializers.normal(INIT_STDDEV)
+    return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=dtype, kernel_init=init, rngs=rngs)
+
+
+def _layer_norm(config: BertConfig, dtype: str, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.embed_dim,
+        epsilon=config.norm_eps,
+        dtype=jnp.float32,
+        param_dtype=dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )

@@ -1,0 +1,168 @@
+"""Reads the fields of a Hugging Face config.json, each one under a rule.
+
+A field is required, or has a default that the family states, or is on the list of those that never
+change inference; whatever is left over is named in one warning.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+
+from models.errors import CheckpointWarning, ConfigError
+
+# Training, generation and bookkeeping fields: no forward pass in evaluation mode depends on them.
+IGNORED = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attention_probs_dropout_prob",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "directionality",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "hidden_dropout_prob",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "language",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "model_type",
+        "name",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_scores",
+        "pad_token_id",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+        "prefix",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+    }
+)
+
+
+class ConfigFields:
+    """The fields of one config.json; remembers which were read."""
+
+    def __init__(self, fields: Mapping[str, object], origin: str = "config.json") -> None:
+        """Takes the fields; refuses quantised checkpoints.
+
+        Args:
+          fields: The parsed JSON object.
+          origin: Where it came from, for messages.
+        """
+        self._fields = fields
+        self._origin = origin
+        self._read: set[str] = set()
+        self.exactly("quantization_config", (None,), default=None)
+
+    def error(self, name: str, found: str, allowed: str, action: str) -> ConfigError:
+        """Returns the error for one field, in the one form."""
+        return ConfigError(f"{self._origin}: {name} is {found}; {allowed}; {action}")
+
+    def count(self, name: str) -> int:
+        """Returns a required positive whole number."""
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, repr(value), "a positive whole number is needed", "correct it")
+        return value
+
+    def positive(self, name: str) -> float:
+        """Returns a required positive finite number."""
+        value = self._required(name)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value) or value <= 0:
+            raise self.error(name, repr(value), "a positive number is needed", "correct it")
+        return float(value)
+
+    def one_of[T](self, name: str, allowed: Mapping[str, T], default: str | None = None) -> T:
+        """Returns what a string field maps to; `default` None makes the field required."""
+        value = self._required(name) if default is None else self._optional(name, default)
+        if not isinstance(value, str) or value not in allowed:
+            names = ", ".join(map(repr, sorted(allowed)))
+            raise self.error(name, repr(value), f"supported are {names}", "use another checkpoint")
+        return allowed[value]
+
+    def exactly(self, name: str, allowed: Iterable[object], default: object) -> None:
+        """Refuses every value of a field but the given ones; an absent field has the default."""
+        value = self._optional(name, default)
+        # 0 and False are different values in a configuration, though equal in Python.
+        if not any(value == other and type(value) is type(other) for other in allowed):
+            names = " or ".join(map(repr, allowed))
+            action = "this kind of model is not supported, use another checkpoint"
+            raise self.error(name, repr(value), f"only {names} is supported", action)
+
+    def architecture(self, allowed: Iterable[str], default: str) -> str:
+        """Returns the class that saved the checkpoint."""
+        value = self._optional("architectures", None)
+        if value is None:
+            return default
+        for name in allowed:
+            if value == [name]:
+                return name
+        supported = f"supported are {', '.join(sorted(allowed))}, one alone"
+        raise self.error("architectures", repr(value), supported, "use another checkpoint")
+
+    def warn_unknown(self) -> None:
+        """Warns once of all the fields that were neither read nor known to be harmless."""
+        unknown = sorted(set(self._fields) - self._read - IGNORED)
+        if unknown:
+            message = f"{self._origin}: unknown fields are ignored: {', '.join(unknown)}"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+    def _required(self, name: str) -> object:
+        self._read.add(name)
+        if name not in self._fields:
+            raise self.error(name, "missing", "it has no safe default", "add it to the file")
+        return self._fields[name]
+
+    def _optional(self, name: str, default: object) -> object:
+        self._read.add(name)
+        return self._fields.get(name, default)

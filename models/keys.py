@@ -1,0 +1,224 @@
+"""Matches the tensors of a folder with a model's parameters, strictly in both directions."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flax import nnx
+
+from models.errors import KeyMismatchError
+from models.hf_folder import DTYPES, TensorHeader, read_tensors
+from models.keymap import Family, Leaf, abstract_parameters, count_parameters
+
+LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyReport:
+    """How the tensors of a file and the parameters of a model correspond.
+
+    Attributes:
+      description: Model type, class and sizes.
+      source_class: The class that saved the file.
+      num_read: Tensors that fill a parameter.
+      missing: Keys that the model needs and the file lacks.
+      unexpected: Keys of the file that nobody asked for.
+      dropped: For each label, how many known tensors are left out.
+      tied: Keys that equal another tensor and are left out for it.
+      num_parameters: Values read.
+      num_expected: Values that the model has.
+      faults: Further faults, one sentence each: shapes, dtypes.
+    """
+
+    description: str
+    source_class: str
+    num_read: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    dropped: Mapping[str, int]
+    tied: tuple[str, ...]
+    num_parameters: int
+    num_expected: int
+    faults: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every parameter has its tensor and every tensor its place."""
+        return not (self.missing or self.unexpected or self.faults)
+
+    def lines(self) -> list[str]:
+        """Returns the report's first three lines, and one line for each fault."""
+        names = ", ".join(f"{label} {count}" for label, count in self.dropped.items())
+        dropped = f"{sum(self.dropped.values())} dropped" + (f" ({names})" if names else "")
+        return [
+            f"config   {self.description}",
+            f"keys     {self.num_read} read, {len(self.missing)} missing,"
+            f" {len(self.unexpected)} unexpected, {dropped}, {len(self.tied)} tied",
+            f"params   {self.num_parameters:,}, expected {self.num_expected:,}",
+            *(f"missing     {key}" for key in self.missing),
+            *(f"unexpected  {key}" for key in self.unexpected),
+            *(f"fault       {fault}" for fault in self.faults),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One tensor to be read and the parameter that it fills."""
+
+    header: TensorHeader
+    leaf: Leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match[C]:
+    """A checked folder: its configuration, what to read, and the report."""
+
+    config: C
+    sources: tuple[Source, ...]
+    report: KeyReport = field(repr=False)
+
+
+def match[C, M: nnx.Module](
+    family: Family[C, M],
+    fields: Mapping[str, object],
+    headers: Mapping[str, TensorHeader],
+    origin: str,
+) -> Match[C]:
+    """Finds the tensor of every parameter; reads none but tied ones.
+
+    Args:
+      family: The declarations.
+      fields: The fields of config.json.
+      headers: The headers of the folder, by their keys in the file.
+      origin: The folder, for messages.
+
+    Returns:
+      The settled configuration and what is to be read.
+
+    Raises:
+      ConfigError: The configuration is not supported.
+      KeyMismatchError: Keys, shapes or dtypes are not exactly those expected; the message is the
+        whole report.
+    """
+    config = family.parse(fields, f"{origin}/config.json")
+    current = _current_keys(family, headers, origin)
+    config = family.complete(config, fields, frozenset(current))
+    shapes = abstract_parameters(nnx.eval_shape(lambda: family.build(config, "float32")))
+    leaves = {leaf.key: leaf for leaf in family.leaves(config)}
+    _check_total(leaves.values(), shapes)
+    spare = {key: header for key, header in current.items() if key not in leaves}
+    tied, tie_faults = _check_ties(family, fields, spare, current)
+    labels = {key: _label(family, key) for key in sorted(set(spare) - set(tied))}
+    sources = [Source(header=current[k], leaf=leaf) for k, leaf in leaves.items() if k in current]
+    faults = [fault for source in sources for fault in _faults(source, shapes, fields)]
+    report = KeyReport(
+        description=f"{family.model_type}, {_class_name(fields)}: {family.describe(config)}",
+        source_class=_class_name(fields),
+        num_read=len(sources),
+        missing=tuple(sorted(set(leaves) - set(current))),
+        unexpected=tuple(spare[key].key for key, label in labels.items() if label is None),
+        dropped=Counter(label for label in labels.values() if label is not None),
+        tied=tuple(tied),
+        num_parameters=sum(math.prod(source.header.shape) for source in sources),
+        num_expected=count_parameters(shapes),
+        faults=tuple(sorted(faults) + tie_faults),
+    )
+    if not report.is_exact:
+        raise KeyMismatchError(
+            f"{origin}: tensors do not fit the model; every tensor must have its place; report:\n"
+            + "\n".join([*report.lines(), "numeric  not run"])
+        )
+    return Match(config=config, sources=tuple(sources), report=report)
+
+
+def _current_keys(
+    family: Family, headers: Mapping[str, TensorHeader], origin: str
+) -> dict[str, TensorHeader]:
+    """Returns the headers by key without prefix and in today's spelling."""
+    base = tuple(f"{part}." for part in family.base)
+    prefixed = [key for key in headers if key.startswith(family.prefix)]
+    bare = [key for key in headers if key.startswith(base)]
+    if prefixed and bare:
+        raise KeyMismatchError(
+            f"{origin}: {len(prefixed)} tensors have the prefix {family.prefix!r}, {len(bare)} of"
+            f" the model lack it; all or none may have it; lacking: {', '.join(sorted(bare))}"
+        )
+    current: dict[str, TensorHeader] = {}
+    for key, header in headers.items():
+        inner = key.removeprefix(family.prefix)
+        name = _modern(inner if inner.startswith(base) else key)
+        if name in current:
+            both = " and ".join(sorted((key, current[name].key)))
+            raise KeyMismatchError(
+                f"{origin}: {both} are two spellings of one tensor; one is allowed; remove one"
+            )
+        current[name] = header
+    return current
+
+
+def _modern(key: str) -> str:
+    for old, new in LEGACY_ENDINGS.items():
+        if key == old or key.endswith(f".{old}"):
+            return key.removesuffix(old) + new
+    return key
+
+
+def _check_total(leaves, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    paths = [leaf.path for leaf in leaves]
+    assert len(set(paths)) == len(paths), "a parameter is filled twice"
+    assert set(paths) == set(shapes), f"key map is not total: {set(paths) ^ set(shapes)}"
+
+
+def _check_ties(
+    family: Family,
+    fields: Mapping[str, object],
+    spare: Mapping[str, TensorHeader],
+    current: Mapping[str, TensorHeader],
+) -> tuple[list[str], list[str]]:
+    """Returns the tied keys and the faults of those that differ from what they should equal."""
+    if not fields.get("tie_word_embeddings", True):
+        return [], []
+    present = [tie for tie in family.ties if tie.key in spare and tie.equals in current]
+    faults = [
+        f"{current[tie.key].key} differs from {current[tie.equals].key}, to which it is tied"
+        for tie in present
+        if not _equal(current[tie.key], current[tie.equals])
+    ]
+    return sorted(tie.key for tie in present), faults
+
+
+def _equal(first: TensorHeader, second: TensorHeader) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    # By bytes: a NaN equals itself here, and -0.0 is not 0.0.
+    one, other = (tensor.tobytes() for _, tensor in read_tensors((first, second)))
+    return one == other
+
+
+def _label(family: Family, key: str) -> str | None:
+    return next((d.label for d in family.dropped if re.fullmatch(d.pattern, key)), None)
+
+
+def _faults(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], fields: Mapping[str, object]
+) -> list[str]:
+    header, leaf = source.header, source.leaf
+    wanted = leaf.stored_shape(shapes[leaf.path])
+    faults = []
+    if header.dtype not in DTYPES:
+        faults.append(f"{header.key} has dtype {header.dtype}; supported are {', '.join(DTYPES)}")
+    if header.shape != wanted:
+        pairs = zip(leaf.axes, header.shape, wanted, strict=False)
+        fault = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
+        blamed = ", ".join(f"{name} {fields.get(name)}" for name in fault)
+        faults.append(
+            f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"
+        )
+    return faults
+
+
+def _class_name(fields: Mapping[str, object]) -> str:
+    names = fields.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "no class named"

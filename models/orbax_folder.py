@@ -1,0 +1,186 @@
+"""Our own checkpoint folder: config.json with what is inside, Orbax parameters, the tokenizer."""
+
+import dataclasses
+import inspect
+import json
+import shutil
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint
+from flax import nnx
+from pydantic import TypeAdapter, ValidationError
+
+from models.errors import CheckpointError, ConfigError
+from models.keymap import Family, abstract_parameters
+from models.numeric import OutputSummary
+from models.parameters import Parameter, canonical_dtype, fill, parameters_of
+
+FORMAT = "pbjax"
+CONFIG, PARAMETERS, TOKENIZER = "config.json", "parameters", "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The config.json of our folder.
+
+    Attributes:
+      format: Tells our folder from Hugging Face's.
+      format_version: Of this schema.
+      model_type: The family's name.
+      config: The fields of its configuration.
+      dtype: Of the stored parameters.
+      num_parameters: How many values they are.
+      fingerprint: SHA-256 of the parameters as stored.
+      outputs: Summaries of the fixed forward pass in f32 on them.
+      source_class: The class that saved the original.
+    """
+
+    format: Literal["pbjax"]
+    format_version: Literal[1]
+    model_type: str
+    config: dict[str, int | float | bool | str]
+    dtype: str
+    num_parameters: int
+    fingerprint: str
+    outputs: dict[str, OutputSummary]
+    source_class: str
+
+
+def is_ours(fields: Mapping[str, object]) -> bool:
+    """Whether the fields of a config.json are those of our format."""
+    return "format" in fields
+
+
+def parse_manifest(fields: Mapping[str, object], origin: str) -> Manifest:
+    """Checks the fields of our config.json.
+
+    Raises:
+      ConfigError: One is missing, unknown or malformed.
+    """
+    manifest = _parse(Manifest, fields, origin)
+    canonical_dtype(manifest.dtype, origin)
+    return manifest
+
+
+def parse_config[C, M: nnx.Module](family: Family[C, M], manifest: Manifest, origin: str) -> C:
+    """Returns the model's configuration out of a manifest.
+
+    Raises:
+      ConfigError: A field is missing, unknown or malformed.
+    """
+    return _parse(family.config, manifest.config, f"{origin}: config")
+
+
+@contextmanager
+def new_folder(target: Path) -> Generator[Path]:
+    """Gives a folder to write into, which becomes the target at the end or vanishes on failure.
+
+    Raises:
+      CheckpointError: The target exists, or its parent does not.
+    """
+    check_target(target)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir()
+        yield partial
+        check_target(target)
+        partial.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({error}); a writable place with room is needed;"
+            " choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_target(target: Path) -> None:
+    """Raises CheckpointError unless a folder can be made at the path."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(
+            f"{target}: exists already; nothing is overwritten; remove it or choose another folder"
+        )
+    if not target.parent.is_dir():
+        raise CheckpointError(
+            f"{target}: its parent is no folder; an existing one is needed; make {target.parent}"
+        )
+
+
+def write(folder: Path, manifest: Manifest, module: nnx.Module) -> None:
+    """Writes parameters and config.json into an existing empty folder."""
+    tree = {parameter.path: parameter.value for parameter in parameters_of(module)}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / PARAMETERS).absolute(), tree)
+    text = json.dumps(dataclasses.asdict(manifest), indent=1, allow_nan=False)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def read[C, M: nnx.Module](
+    family: Family[C, M], config: C, folder: Path, manifest: Manifest, dtype: str
+) -> M:
+    """Reads a module from our folder, straight into a dtype.
+
+    Raises:
+      CheckpointError: The parameters are absent, damaged, or beyond the range of the dtype.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(_default_device())
+    shapes = abstract_parameters(nnx.eval_shape(lambda: family.build(config, dtype)))
+    wanted = {
+        path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for path, shape in shapes.items()
+    }
+    try:
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            values = checkpointer.restore((folder / PARAMETERS).absolute(), wanted)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / PARAMETERS}: not readable ({' '.join(str(error).split())[:200]});"
+            " a complete Orbax checkpoint is needed; convert it again"
+        ) from error
+    if dtype != manifest.dtype:
+        _check_finite(values, folder, dtype)
+    parameters = (Parameter(path=path, value=values[path]) for path in shapes)
+    return fill(family, config, dtype, parameters)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Returns the size of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _parse[T](kind: type[T], fields: Mapping[str, object], origin: str) -> T:
+    unknown = sorted(set(fields) - set(inspect.signature(kind).parameters))
+    if unknown:
+        raise ConfigError(
+            f"{origin}: unknown fields {', '.join(unknown)}; this version does not know them;"
+            " convert the checkpoint again"
+        )
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(dict(fields)), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "value"
+        raise ConfigError(
+            f"{origin}: {place}: {first['msg']}; a file of pbjax convert is needed;"
+            " convert the checkpoint again"
+        ) from error
+
+
+def _check_finite(values: Mapping[str, jax.Array], folder: Path, dtype: str) -> None:
+    for path, value in values.items():
+        if not bool(jnp.isfinite(value).all()):
+            raise CheckpointError(
+                f"{folder}: {path} has values beyond {dtype}; finite values are needed;"
+                " choose a dtype with a wider range"
+            )
+
+
+def _default_device() -> jax.Device:
+    return jnp.zeros(()).devices().pop()
