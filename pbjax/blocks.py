@@ -145,16 +145,18 @@ def _longest_scan(graph: Graph, seconds: Sequence[float]) -> Repetition | None:
 def _signatures(graph: Graph) -> np.ndarray:
     """One integer for each operation; operations equal in all but their values share it."""
     seen: dict[object, int] = {}
-    return np.array([seen.setdefault(signature(o, graph), len(seen)) for o in graph.operations])
+    return np.array(
+        [seen.setdefault(signature(o, graph.avals), len(seen)) for o in graph.operations]
+    )
 
 
-def signature(operation: Operation, graph: Graph | Block) -> tuple[object, ...]:
+def signature(operation: Operation, avals: Sequence[Aval]) -> tuple[object, ...]:
     """What makes two operations equal: primitive, parameters, shapes, dtypes and literals."""
     operands = tuple(
-        f"literal {np.asarray(a.val)!r}" if isinstance(a, Literal) else _shape(graph.avals[a])
+        f"literal {np.asarray(a.val)!r}" if isinstance(a, Literal) else _shape(avals[a])
         for a in operation.inputs
     )
-    results = tuple(_shape(graph.avals[i]) for i in operation.outputs)
+    results = tuple(_shape(avals[i]) for i in operation.outputs)
     params = tuple((k, str(v)) for k, v in sorted(operation.params.items()))
     return operation.primitive, params, operands, results
 
@@ -224,13 +226,14 @@ def live_bytes(
                 last.setdefault(atom, position)
         for value in operation.outputs:
             if value in last:
-                size = _bytes(avals[value])
+                size = nbytes(avals[value])
                 change[position + 1] += size
                 change[last[value] + 1] -= size
     return [int(total) for total in np.cumsum(change[:-1])]
 
 
-def _bytes(aval: Aval) -> int:
+def nbytes(aval: Aval) -> int:
+    """Bytes of a value."""
     return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
 
 

@@ -1,0 +1,332 @@
+"""From a graph to a program: prologue, N repetitions of a block cut into stages, epilogue.
+
+A stage is a contiguous group of operations with one resource class, the unit that is measured and
+scheduled. Where to cut is decided once (`cut`), on the graph of the whole batch; `build` applies
+the decision to the same function traced at any batch size. Which block repeats is found in
+`blocks`; how stages are run is in `execution`.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend.core import Literal
+
+from pbjax.blocks import (
+    Block,
+    Repetition,
+    extract_block,
+    find_repetition,
+    live_bytes,
+    nbytes,
+    signature,
+)
+from pbjax.classify import Label, classify
+from pbjax.cost import equation_cost
+from pbjax.device import Device, ResourceClass
+from pbjax.profiling import Outline, StageInfo
+from pbjax.trace import Atom, Aval, Graph, Operation, loop_body
+
+# What a stage costs in any cutting, as a share of its block: shorter ones are not worth a slot.
+STAGE_SHARE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A contiguous group of operations.
+
+    Attributes:
+      name: Unique within the program.
+      resource: The class in which its operations spend most of their predicted time.
+      operations: In program order, in the numbering of the block, or of the graph outside it.
+      reads: Values from outside that it needs.
+      writes: Values of its own that are needed after it.
+    """
+
+    name: str
+    resource: ResourceClass
+    operations: tuple[Operation, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """Where a graph is cut; holds for the same function traced at any batch size.
+
+    Attributes:
+      repetition: Where the block is.
+      starts: Position in the block at which each stage begins.
+      names: Of the stages.
+      resources: Of the stages.
+      ends: Resource class of prologue and epilogue.
+    """
+
+    repetition: Repetition
+    starts: tuple[int, ...]
+    names: tuple[str, ...]
+    resources: tuple[ResourceClass, ...]
+    ends: tuple[ResourceClass, ResourceClass]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A graph cut into prologue, block and epilogue.
+
+    Attributes:
+      graph: The graph it was cut from.
+      block: What repeats.
+      stages: The stages of the block.
+      prologue: Everything before the block; None if there is nothing.
+      epilogue: Everything after it; None if there is nothing.
+    """
+
+    graph: Graph
+    block: Block
+    stages: tuple[Stage, ...]
+    prologue: Stage | None
+    epilogue: Stage | None
+
+    def live(self, stage: int) -> tuple[int, ...]:
+        """Values of the block that exist before a stage and are still needed from it on.
+
+        Args:
+          stage: 0 .. number of stages.
+        """
+        needed = {a for s in self.stages[stage:] for a in s.reads} | _results(self.block)
+        written = {value for s in self.stages[:stage] for value in s.writes}
+        carried = {carry.inner for carry in self.block.carries}
+        return tuple(sorted(needed & (written | carried)))
+
+
+def cut(graph: Graph, labels: Sequence[Label], device: Device) -> Cutting:
+    """Decides where a graph is cut.
+
+    Of all cuttings of the block into contiguous stages the cheapest is taken, by dynamic
+    programming: a stage costs the time of its operations outside its own class, since another
+    sub-batch's stage of that class cannot run beside them; a cut costs the time to write and read
+    back the values that cross it.
+
+    Args:
+      graph: The function traced at the whole batch.
+      labels: One for each of its operations.
+      device: Whose bandwidth the crossing values cost.
+
+    Returns:
+      The cutting.
+    """
+    repetition = find_repetition(graph, [label.seconds for label in labels])
+    block = extract_block(graph, repetition)
+    if repetition.scanned:
+        inner_labels = classify(loop_body(graph.operations[repetition.start]), device)
+    else:
+        inner_labels = labels[repetition.start : repetition.start + repetition.period]
+    starts = _cheapest_starts(block, inner_labels, device)
+    pieces = [slice(a, b) for a, b in zip(starts, (*starts[1:], None), strict=True)]
+    resources = tuple(_resource(inner_labels[piece]) for piece in pieces)
+    return Cutting(
+        repetition=repetition,
+        starts=starts,
+        names=_names([block.operations[piece] for piece in pieces], resources),
+        resources=resources,
+        ends=(_resource(labels[: repetition.start]), _resource(labels[repetition.end :])),
+    )
+
+
+def build(graph: Graph, cutting: Cutting) -> Program:
+    """Applies a cutting to a graph equal to the one it was decided on.
+
+    Args:
+      graph: The same function, traced at any batch size.
+      cutting: Where to cut.
+
+    Returns:
+      The program.
+    """
+    repetition = cutting.repetition
+    block = extract_block(graph, repetition)
+    prologue = graph.operations[: repetition.start]
+    epilogue = graph.operations[repetition.end :]
+    after_prologue = _atoms_read(graph.operations[repetition.start :]) | _values(graph.outputs)
+    starts = cutting.starts
+    pieces = [block.operations[a:b] for a, b in zip(starts, (*starts[1:], None), strict=True)]
+    needed = _results(block)
+    stages = []
+    for k in reversed(range(len(pieces))):
+        stages.append(_stage(cutting.names[k], cutting.resources[k], pieces[k], needed))
+        needed = needed | set(stages[-1].reads)
+    before, after = cutting.ends
+    return Program(
+        graph=graph,
+        block=block,
+        stages=tuple(reversed(stages)),
+        prologue=_stage("prologue", before, prologue, after_prologue) if prologue else None,
+        epilogue=_stage("epilogue", after, epilogue, _values(graph.outputs)) if epilogue else None,
+    )
+
+
+def outline(program: Program, probe: Program, batch_size: int) -> Outline:
+    """The program as plain data, for profile and search.
+
+    Args:
+      program: At the whole batch.
+      probe: The same at another batch size: what differs in shape holds rows of the batch, and its
+        operations give the fingerprints, which must not depend on the batch.
+      batch_size: Rows of the whole batch.
+    """
+    inner, outer = (
+        (program.block.avals, probe.block.avals),
+        (program.graph.avals, probe.graph.avals),
+    )
+
+    def ends(stage: Stage | None, other: Stage | None) -> StageInfo | None:
+        if stage is None or other is None:
+            return None
+        return _stage_info(stage, other, *outer, batch_size)
+
+    return Outline(
+        prologue=ends(program.prologue, probe.prologue),
+        block=tuple(
+            _stage_info(stage, other, *inner, batch_size)
+            for stage, other in zip(program.stages, probe.stages, strict=True)
+        ),
+        epilogue=ends(program.epilogue, probe.epilogue),
+        num_blocks=program.block.count,
+    )
+
+
+def fingerprint(program: Program) -> str:
+    """12 hex digits over the operations of a program's graph, not over its weights."""
+    graph = program.graph
+    digest = hashlib.sha256(repr([repr(aval) for aval in graph.avals]).encode())
+    for line in _dataflow(graph.operations, graph.avals):
+        digest.update(line.encode())
+    return digest.hexdigest()[:12]
+
+
+def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> tuple[int, ...]:
+    count = len(block.operations)
+    crossing = live_bytes(block.operations, block.avals, tuple(_results(block)), range(0))
+    busy = {r: np.zeros(count + 1) for r in ResourceClass}
+    for k, label in enumerate(labels):
+        for resource, sums in busy.items():
+            sums[k + 1] = sums[k] + label.seconds * (label.resource == resource)
+    sums = np.stack(list(busy.values()))
+    overhead = STAGE_SHARE * float(sums[:, -1].sum())
+    best, previous = [0.0], [0]
+    for end in range(1, count + 1):
+        spent = sums[:, end : end + 1] - sums[:, :end]
+        foreign = spent.sum(axis=0) - spent.max(axis=0)
+        boundary = 2 * np.array(crossing[:end]) / device.memory_bytes_per_s
+        totals = np.array(best) + foreign + boundary + overhead
+        previous.append(int(np.argmin(totals)))
+        best.append(float(totals[previous[-1]]))
+    starts = [previous[count]]
+    while starts[-1] > 0:
+        starts.append(previous[starts[-1]])
+    return tuple(reversed(starts))
+
+
+def _resource(labels: Sequence[Label]) -> ResourceClass:
+    seconds = dict.fromkeys(ResourceClass, 0.0)
+    for label in labels:
+        seconds[label.resource] += label.seconds
+    return max(seconds, key=lambda resource: seconds[resource])
+
+
+def _names(
+    pieces: Sequence[Sequence[Operation]], resources: Sequence[ResourceClass]
+) -> tuple[str, ...]:
+    """Names stages after the innermost scope that most of their operations share."""
+    names: list[str] = []
+    for operations, resource in zip(pieces, resources, strict=True):
+        scopes = [scope for o in operations if (scope := _inner_scope(o))]
+        names.append(max(scopes, key=scopes.count) if scopes else resource.lower())
+    return tuple(
+        f"{name}.{names[: k + 1].count(name)}" if names.count(name) > 1 else name
+        for k, name in enumerate(names)
+    )
+
+
+def _inner_scope(operation: Operation) -> str:
+    """The innermost scope that the model named; JAX's own, such as vmap(), do not count."""
+    named = [scope for scope in operation.scope.split("/") if "(" not in scope]
+    return named[-1] if named else ""
+
+
+def _stage(
+    name: str, resource: ResourceClass, operations: Sequence[Operation], needed: set[int]
+) -> Stage:
+    written = {value for operation in operations for value in operation.outputs}
+    return Stage(
+        name=name,
+        resource=resource,
+        operations=tuple(operations),
+        reads=tuple(sorted(_atoms_read(operations) - written)),
+        writes=tuple(sorted(written & needed)),
+    )
+
+
+def _atoms_read(operations: Sequence[Operation]) -> set[int]:
+    return _values([atom for operation in operations for atom in operation.inputs])
+
+
+def _values(atoms: Sequence[Atom]) -> set[int]:
+    return {atom for atom in atoms if isinstance(atom, int)}
+
+
+def _results(block: Block) -> set[int]:
+    """Values of the block that are needed after a repetition."""
+    carried = [carry.result for carry in block.carries]
+    return _values([*carried, *(link.inner for link in block.collected)])
+
+
+def _stage_info(
+    stage: Stage,
+    other: Stage,
+    avals: Sequence[Aval],
+    other_avals: Sequence[Aval],
+    batch_size: int,
+) -> StageInfo:
+    rows = [v for v in (*stage.reads, *stage.writes) if avals[v].shape != other_avals[v].shape]
+    weights = [v for v in stage.reads if avals[v].shape == other_avals[v].shape]
+    main = max(rows or stage.reads, key=lambda v: nbytes(avals[v]), default=None)
+    flops = sum(equation_cost(operation.equation).flops for operation in stage.operations)
+    return StageInfo(
+        name=stage.name,
+        fingerprint=_stage_fingerprint(other, other_avals),
+        resource=stage.resource,
+        dtype=str(avals[main].dtype) if main is not None else "",
+        shape=_row_shape(avals[main], other_avals[main], batch_size) if main is not None else (),
+        flops_per_row=flops / batch_size,
+        bytes_per_row=sum(nbytes(avals[v]) for v in rows) / batch_size,
+        weight_bytes=sum(nbytes(avals[v]) for v in weights),
+    )
+
+
+def _row_shape(aval: Aval, other: Aval, batch_size: int) -> tuple[int, ...]:
+    sizes = zip(aval.shape, other.shape, strict=True)
+    per_row = [a if a == b else a // batch_size for a, b in sizes]
+    return tuple(
+        size
+        for size, a, b in zip(per_row, aval.shape, other.shape, strict=True)
+        if a == b or size > 1
+    )
+
+
+def _stage_fingerprint(stage: Stage, avals: Sequence[Aval]) -> str:
+    text = "\n".join(_dataflow(stage.operations, avals))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _dataflow(operations: Sequence[Operation], avals: Sequence[Aval]) -> Iterator[str]:
+    """Each operation's signature with its values numbered in order of appearance."""
+    seen: dict[int, int] = {}
+    for operation in operations:
+        reads = [
+            "literal" if isinstance(a, Literal) else seen.setdefault(a, len(seen))
+            for a in operation.inputs
+        ]
+        writes = [seen.setdefault(v, len(seen)) for v in operation.outputs]
+        yield f"{signature(operation, avals)} {reads} {writes}"

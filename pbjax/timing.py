@@ -1,0 +1,191 @@
+"""Measured seconds: of a stage, of two stages side by side, of a whole function.
+
+On a GPU a stage's time is the summed duration of its kernels in a profiler trace, since launching a
+short stage takes longer than running it; elsewhere, and for whole functions everywhere, it is the
+wall clock around calls that are queued back to back. Stages are fed with what the stages before them
+really computed. What a profile does with the figures is in `profiling`.
+"""
+
+import glob
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pbjax.execution import MIN_ROWS, Lane, WeightLayout, overlap_options, run_inline
+from pbjax.profiling import StageInfo, Timing
+from pbjax.schedule import PROLOGUE
+from pbjax.stages import Program, Stage
+
+# A sample lasts at least this long, so that the clock's resolution and a single hiccup do not matter.
+MIN_SAMPLE_S = 0.02
+SAMPLES = 5
+
+
+def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> Timing:
+    """Wall-clock seconds of a call, with calls queued back to back within a sample.
+
+    Args:
+      function: Compiled or jitted; the first call is not counted.
+      *args: What it is called with.
+      samples: How many samples to take.
+
+    Returns:
+      The median and the distance of the quartiles over the samples.
+    """
+    jax.block_until_ready(function(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    calls = max(1, int(MIN_SAMPLE_S / (time.perf_counter() - start)))
+    return _summary([_sample(function, args, calls) for _ in range(samples)])
+
+
+def time_alternately(functions: Sequence[Callable], *, samples: int = SAMPLES) -> list[Timing]:
+    """Wall-clock seconds of several functions, sampled in turn so that a drift hits all alike.
+
+    Args:
+      functions: Called without arguments; already called once.
+      samples: How many samples of each to take.
+    """
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(samples):
+        for function, times in zip(functions, seconds, strict=True):
+            times.append(_sample(function, (), 1))
+    return [_summary(times) for times in seconds]
+
+
+class StageTimer:
+    """Times the stages of a program at any batch size."""
+
+    def __init__(
+        self,
+        program_at: Callable[[int], Program],
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        in_axes: Sequence[int | None],
+    ):
+        """Prepares to time stages.
+
+        Args:
+          program_at: The program traced at a batch size of MIN_ROWS or more.
+          weights: Leaves of the params, then captured arrays.
+          inputs: Leaves of the example inputs; their first rows feed smaller sub-batches.
+          in_axes: Batch axis of each input, or None.
+        """
+        self._program_at = program_at
+        self._weights = weights
+        self._inputs = inputs
+        self._in_axes = in_axes
+        self._size: int | None = None
+        self._stages: dict[str, tuple[Callable, Sequence[Array]]] = {}
+
+    def __call__(self, stage: StageInfo, batch_size: int) -> Timing:
+        """Seconds of one stage alone."""
+        function, args = self._prepared(stage.name, batch_size)
+        return _time_kernels(function, *args)
+
+    def pair(self, first: StageInfo, second: StageInfo, batch_size: int) -> tuple[float, float]:
+        """Slowdowns of two stages that run in one program without depending on each other.
+
+        Returns:
+          For each, the seconds of the pair over its own seconds alone.
+        """
+        f, f_args = self._prepared(first.name, batch_size)
+        g, g_args = self._prepared(second.name, batch_size)
+        both = jax.jit(lambda a, b: (f(*a), g(*b)), compiler_options=overlap_options())
+        together = _time_kernels(both, f_args, g_args).median_s
+        alone = _time_kernels(f, *f_args).median_s, _time_kernels(g, *g_args).median_s
+        return together / alone[0], together / alone[1]
+
+    def _prepared(self, name: str, batch_size: int) -> tuple[Callable, Sequence[Array]]:
+        size = max(batch_size, MIN_ROWS)
+        if size != self._size:
+            self._stages, self._size = {}, size
+            self._run_through(self._program_at(size), size)
+        return self._stages[name]
+
+    def _run_through(self, program: Program, size: int) -> None:
+        """Runs every stage once, the block's in its first repetition, and keeps what each was fed."""
+        layout = WeightLayout.of(program)
+        lane = Lane(program, *self._environment(program, layout, size), self._run_and_keep)
+        if program.prologue is not None:
+            lane.run(PROLOGUE, 0)
+        for index in range(len(program.stages)):
+            lane.run(index, 0)
+        if program.epilogue is not None:
+            lane.collected = [pieces * program.block.count for pieces in lane.collected]
+            lane.run(len(program.stages), 0)
+
+    def _environment(
+        self, program: Program, layout: WeightLayout, size: int
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        outer = {number: self._weights[number] for number in layout.loose}
+        for number, x, axis in zip(program.graph.inputs, self._inputs, self._in_axes, strict=True):
+            outer[number] = x if axis is None else lax.slice_in_dim(x, 0, size, axis=axis)
+        first_block = {
+            link.inner: jnp.expand_dims(self._weights[link.outer[0]], 0) for link in layout.stacked
+        }
+        return outer, first_block
+
+    def _run_and_keep(self, stage: Stage, args: Sequence[Array]) -> Sequence[Array]:
+        function = jax.jit(lambda *args: run_inline(stage, args))
+        self._stages[stage.name] = function, args
+        return function(*args)
+
+
+def _time_kernels(function: Callable, *args: object) -> Timing:
+    """Seconds of a short function: of its kernels on a GPU, by the wall clock elsewhere."""
+    if jax.default_backend() != "gpu":
+        return time_function(function, *args)
+    wall = time_function(function, *args)
+    calls = max(1, int(MIN_SAMPLE_S / wall.median_s))
+    return _summary([_busy_seconds(function, args, calls) for _ in range(SAMPLES)])
+
+
+def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = function(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def _busy_seconds(function: Callable, args: Sequence[object], calls: int) -> float:
+    """Seconds in which the GPU ran at least one kernel, per call, from a profiler trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            _sample(function, args, calls)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        trace = jax.profiler.ProfileData.from_file(path)
+    intervals = [
+        (event.start_ns, event.start_ns + event.duration_ns)
+        for plane in trace.planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    return union_length(intervals) * 1e-9 / calls
+
+
+def union_length(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals, each (start, end): what overlaps counts once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _summary(seconds: Sequence[float]) -> Timing:
+    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    return Timing(
+        median_s=statistics.median(seconds),
+        spread_s=quartiles[2] - quartiles[0],
+        samples=len(seconds),
+    )
