@@ -31,7 +31,7 @@ def overlap_options() -> dict[str, str | int | bool]:
     """Compiler options under which independent stages may overlap; none where XLA decides alone.
 
     On a GPU the whole step has to be one CUDA graph whose nodes depend on each other by data alone
-    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged into one.
+    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged.
     """
     if jax.default_backend() != "gpu":
         return {}

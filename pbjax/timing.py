@@ -1,9 +1,9 @@
 """Measured seconds: of a stage, of two stages side by side, of a whole function.
 
-On a GPU a stage's time is the summed duration of its kernels in a profiler trace, since launching a
-short stage takes longer than running it; elsewhere, and for whole functions everywhere, it is the
-wall clock around calls that are queued back to back. Stages are fed with what the stages before them
-really computed. What a profile does with the figures is in `profiling`.
+On a GPU a stage's time is the summed duration of its kernels in a profiler trace, since launching
+a short stage takes longer than running it; elsewhere, and for whole functions everywhere, it is
+the wall clock around calls that are queued back to back. Stages are fed with what the stages
+before them really computed. What a profile does with the figures is in `profiling`.
 """
 
 import glob
@@ -22,7 +22,7 @@ from pbjax.profiling import StageInfo, Timing
 from pbjax.schedule import PROLOGUE
 from pbjax.stages import Program, Stage
 
-# A sample lasts at least this long, so that the clock's resolution and a single hiccup do not matter.
+# A sample lasts at least this long, so that neither the clock's resolution nor a hiccup matters.
 MIN_SAMPLE_S = 0.02
 SAMPLES = 5
 
@@ -97,7 +97,10 @@ class StageTimer:
         """
         f, f_args = self._prepared(first.name, batch_size)
         g, g_args = self._prepared(second.name, batch_size)
-        both = jax.jit(lambda a, b: (f(*a), g(*b)), compiler_options=overlap_options())
+        options = overlap_options()
+        if options:  # a trace would otherwise run the kernels one by one, outside the graph
+            options["xla_enable_command_buffers_during_profiling"] = True
+        both = jax.jit(lambda a, b: (f(*a), g(*b)), compiler_options=options)
         together = _time_kernels(both, f_args, g_args).median_s
         alone = _time_kernels(f, *f_args).median_s, _time_kernels(g, *g_args).median_s
         return together / alone[0], together / alone[1]
@@ -110,7 +113,7 @@ class StageTimer:
         return self._stages[name]
 
     def _run_through(self, program: Program, size: int) -> None:
-        """Runs every stage once, the block's in its first repetition, and keeps what each was fed."""
+        """Runs every stage once, the block's for its first repetition, and keeps their inputs."""
         layout = WeightLayout.of(program)
         lane = Lane(program, *self._environment(program, layout, size), self._run_and_keep)
         if program.prologue is not None:
