@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pbjax.errors import InputError
-from pbjax.profiling import Outline
+from pbjax.outline import Outline
 
 PROLOGUE = -1
 MAX_SUB_BATCHES = 3
@@ -126,8 +126,8 @@ def check_staggers(num_stages: int, staggers: tuple[int, ...]) -> None:
     if 1 <= len(staggers) <= MAX_SUB_BATCHES and all(0 <= o < num_stages for o in staggers):
         return
     raise InputError(
-        f"timetable(staggers={staggers}): a block of {num_stages} stages has no such timetable; one "
-        f"to {MAX_SUB_BATCHES} staggers from 0 to {num_stages - 1} are allowed; "
+        f"timetable(staggers={staggers}): a block of {num_stages} stages has no such timetable; "
+        f"one to {MAX_SUB_BATCHES} staggers from 0 to {num_stages - 1} are allowed; "
         "give each sub-batch one"
     )
 

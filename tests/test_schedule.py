@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.profiling import Outline, StageInfo
+from pbjax.outline import Outline, StageInfo
 from pbjax.schedule import PROLOGUE, Split, Task, timetable
 
 

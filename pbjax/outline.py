@@ -1,0 +1,66 @@
+"""A program as plain data: what prediction and search know about its stages."""
+
+from dataclasses import dataclass
+
+from pbjax.device import ResourceClass
+from pbjax.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInfo:
+    """What prediction and search know about a stage; the operations themselves stay in `stages`.
+
+    Attributes:
+      name: For tables and messages; equal stages of a program may differ in nothing else.
+      fingerprint: 12 hex digits; equal for equal operations on equal shapes and dtypes, whatever
+        the batch size. Stages with one fingerprint are measured once.
+      resource: What bounds the stage.
+      dtype: Of its main input.
+      shape: Of its main input, without the batch axis.
+      flops_per_row: FLOPs for one row of the batch.
+      bytes_per_row: Bytes of activations read and written for one row of the batch.
+      weight_bytes: Bytes of weights read in one call, whatever the batch size.
+    """
+
+    name: str
+    fingerprint: str
+    resource: ResourceClass
+    dtype: str
+    shape: tuple[int, ...]
+    flops_per_row: float
+    bytes_per_row: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A program as plain data: prologue, num_blocks times the block's stages, epilogue."""
+
+    prologue: StageInfo | None
+    block: tuple[StageInfo, ...]
+    epilogue: StageInfo | None
+    num_blocks: int
+
+    def __post_init__(self):
+        """Refuses an outline without stages."""
+        if not self.block or self.num_blocks < 1:
+            raise InputError(
+                f"Outline: {self.num_blocks} blocks of {len(self.block)} stages; a program has at "
+                "least one block of one stage; put a program without repetition into one block"
+            )
+
+    @property
+    def stages(self) -> tuple[StageInfo, ...]:
+        """Each different stage once, by fingerprint, in program order: what must be measured."""
+        every = (self.prologue, *self.block, self.epilogue)
+        first: dict[str, StageInfo] = {}
+        for stage in every:
+            if stage is not None:
+                first.setdefault(stage.fingerprint, stage)
+        return tuple(first.values())
+
+    @property
+    def num_stages_total(self) -> int:
+        """How many stages one sub-batch runs through."""
+        ends = (self.prologue is not None) + (self.epilogue is not None)
+        return ends + self.num_blocks * len(self.block)

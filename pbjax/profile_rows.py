@@ -1,0 +1,175 @@
+"""Rows of the measured table: one stage alone, two stages together, and where they come from."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pbjax.device import ResourceClass
+from pbjax.errors import InputError
+
+SMALLEST_SIZE = 2
+
+
+def measured_size(batch_size: int) -> int:
+    """The batch size that a sub-batch is run and measured at.
+
+    JAX programs specialise on axes of size one, so one row runs padded to two.
+    """
+    if batch_size < 1:
+        raise InputError(
+            f"batch size {batch_size}: not a number of rows; 1 or more is allowed; "
+            "leave empty sub-batches out"
+        )
+    return max(batch_size, SMALLEST_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where and how a table was measured.
+
+    Attributes:
+      device_kind: What `jax.Device.device_kind` says.
+      driver: Version of the driver; empty on a CPU.
+      jax: Version of jax; several, joined by " + ", if the rows come from several.
+      commit: Commit of this project that measured.
+      date: ISO 8601; the newer of two tables wins when they are merged.
+      clock_mhz: Clock during the measurement; 0 where it cannot be read.
+      power_limit_w: Power limit; 0 where it cannot be read.
+      command: What to run to measure again.
+    """
+
+    device_kind: str
+    driver: str
+    jax: str
+    commit: str
+    date: str
+    clock_mhz: int
+    power_limit_w: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Device seconds of one stage at one batch size.
+
+    Attributes:
+      stage: Name of the stage where it was measured; the fingerprint is what identifies it.
+      fingerprint: The stage's fingerprint.
+      resource: The stage's resource class.
+      dtype: Of the stage's main input.
+      batch_size: Rows of the sub-batch.
+      shape: Of the stage's main input, without the batch axis.
+      sm_budget: SMs that its kernels may fill; 0 for kernels without a budget.
+      median_s: Median device seconds.
+      spread_s: Distance of the quartiles, in seconds.
+      samples: How many runs were timed.
+    """
+
+    stage: str
+    fingerprint: str
+    resource: ResourceClass
+    dtype: str
+    batch_size: int
+    shape: tuple[int, ...]
+    sm_budget: int
+    median_s: float
+    spread_s: float
+    samples: int
+
+    def __post_init__(self):
+        """Refuses sizes and seconds that no measurement gives."""
+        seconds = (self.median_s, self.spread_s)
+        if self.batch_size < 1 or self.sm_budget < 0 or not all(map(_is_seconds, seconds)):
+            raise InputError(
+                f"Row(stage={self.stage!r}): batch_size {self.batch_size}, sm_budget "
+                f"{self.sm_budget}, median_s {self.median_s}, spread_s {self.spread_s}; sizes are "
+                "positive, budgets and seconds finite and not negative; measure the row again"
+            )
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What one row is looked up and merged by."""
+        return self.fingerprint, self.sm_budget, self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorunRow:
+    """How much two stages slow each other down when they share the device.
+
+    Attributes:
+      stages: Names of the two stages.
+      fingerprints: Their fingerprints.
+      batch_sizes: Rows of each.
+      sm_budgets: SMs that each may fill; 0 for none set.
+      slowdowns: Seconds of each beside the other over its seconds alone.
+    """
+
+    stages: tuple[str, str]
+    fingerprints: tuple[str, str]
+    batch_sizes: tuple[int, int]
+    sm_budgets: tuple[int, int]
+    slowdowns: tuple[float, float]
+
+    def __post_init__(self):
+        """Refuses sizes and slowdowns that no measurement gives."""
+        if min(self.batch_sizes) < 1 or not all(s > 0 and math.isfinite(s) for s in self.slowdowns):
+            raise InputError(
+                f"CorunRow(stages={self.stages}): batch_sizes {self.batch_sizes}, slowdowns "
+                f"{self.slowdowns}; both are positive and finite; measure the pair again"
+            )
+
+    @property
+    def key(self) -> tuple[tuple[str, int, int], ...]:
+        """What one row is merged by; the order of the two stages does not matter."""
+        sides = zip(self.fingerprints, self.sm_budgets, self.batch_sizes, strict=True)
+        return tuple(sorted(sides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds of one stage over the batch size, linear between the measured sizes."""
+
+    stage: str
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, batch_size: int) -> float:
+        """Seconds at a batch size; one row costs what two cost.
+
+        Raises:
+          InputError: The size is outside the measured ones.
+        """
+        size = measured_size(batch_size)
+        high = bisect_left(self.sizes, size)
+        if high < len(self.sizes) and self.sizes[high] == size:
+            return self.seconds[high]
+        if high in (0, len(self.sizes)):
+            raise InputError(
+                f"seconds(stage={self.stage!r}, batch_size={batch_size}): outside what was "
+                f"measured; sizes from {self.sizes[0]} to {self.sizes[-1]} are allowed; measure "
+                f"batch size {size} (`pbjax profile`, or pbjax.profiling.fill)"
+            )
+        low = high - 1
+        share = (size - self.sizes[low]) / (self.sizes[high] - self.sizes[low])
+        return self.seconds[low] + share * (self.seconds[high] - self.seconds[low])
+
+
+def nearest_row(rows: Iterable[CorunRow], size_a: int, size_b: int) -> CorunRow:
+    """The row whose batch sizes are nearest in ratio; the first of several."""
+
+    def distance(row: CorunRow) -> float:
+        row_a, row_b = row.batch_sizes
+        return abs(math.log(size_a / row_a)) + abs(math.log(size_b / row_b))
+
+    return min(rows, key=distance)
+
+
+def saved_seconds(time_a: float, time_b: float, slowdowns: tuple[float, float]) -> float:
+    """Seconds that two stages save together; neither gets faster by company."""
+    together = max(time_a * max(slowdowns[0], 1.0), time_b * max(slowdowns[1], 1.0))
+    return max(0.0, time_a + time_b - together)
+
+
+def _is_seconds(value: float) -> bool:
+    return value >= 0 and math.isfinite(value)

@@ -1,0 +1,281 @@
+"""The measured table: look-up, merging, and the file that holds it.
+
+Seconds between two measured batch sizes are interpolated; outside them there is no answer. A file
+is written whole or not at all, and read strictly: what is not understood is refused with its place.
+How rows come to be measured stands in `profiling`.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pbjax.errors import DeviceError, FileError, InputError
+from pbjax.outline import StageInfo
+from pbjax.profile_rows import (
+    CorunRow,
+    Curve,
+    Provenance,
+    Row,
+    measured_size,
+    nearest_row,
+    saved_seconds,
+)
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A measured table with its provenance; rows are kept sorted, whatever order they come in.
+
+    Attributes:
+      provenance: Where and how it was measured.
+      rows: Seconds of single stages.
+      corun: Slowdowns of pairs of stages.
+    """
+
+    provenance: Provenance
+    rows: tuple[Row, ...] = ()
+    corun: tuple[CorunRow, ...] = ()
+    _curves: Mapping[tuple[str, int], Curve] = field(init=False, repr=False, compare=False)
+    _pairs: Mapping[tuple[str, str], tuple[CorunRow, ...]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self):
+        """Sorts the rows and refuses two rows for one thing."""
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_row_order)))
+        object.__setattr__(self, "corun", tuple(sorted(self.corun, key=lambda row: row.key)))
+        _refuse_repeats(self.rows)
+        _refuse_repeats(self.corun)
+        object.__setattr__(self, "_curves", _curves(self.rows))
+        object.__setattr__(self, "_pairs", _pairs(self.corun))
+
+    def curve(self, stage: StageInfo, sm_budget: int = 0) -> Curve:
+        """All measured seconds of a stage.
+
+        Raises:
+          InputError: The stage was never measured at this budget.
+        """
+        curve = self._curves.get((stage.fingerprint, sm_budget))
+        if curve is None:
+            raise InputError(
+                f"seconds(stage={stage.name!r}, sm_budget={sm_budget}): the profile has no row of "
+                f"this stage (fingerprint {stage.fingerprint}); it has {self._known(sm_budget)}; "
+                "measure the missing rows (`pbjax profile`, or pbjax.profiling.fill)"
+            )
+        return curve
+
+    def seconds(self, stage: StageInfo, batch_size: int, sm_budget: int = 0) -> float:
+        """Device seconds of a stage, interpolated between measured batch sizes.
+
+        Args:
+          stage: The stage.
+          batch_size: Rows of the sub-batch; one row costs what two cost.
+          sm_budget: SMs that its kernels may fill; 0 for kernels without a budget.
+
+        Returns:
+          The measured seconds, or the line between the two neighbouring sizes.
+
+        Raises:
+          InputError: The stage or a batch size beyond this one was never measured.
+        """
+        return self.curve(stage, sm_budget).at(batch_size)
+
+    def corun_rows(self, stage_a: StageInfo, stage_b: StageInfo) -> tuple[CorunRow, ...]:
+        """What was measured of two stages together, written with stage_a first."""
+        return self._pairs.get((stage_a.fingerprint, stage_b.fingerprint), ())
+
+    def pair_saving(
+        self, stage_a: StageInfo, batch_a: int, stage_b: StageInfo, batch_b: int
+    ) -> float:
+        """Share of the summed seconds that running two stages together saves.
+
+        saving = 1 - max(t_a s_a, t_b s_b) / (t_a + t_b)
+
+        with the slowdowns s of the row whose batch sizes are nearest in ratio. A pair that is
+        slower together than one after the other saves nothing: it need not run together.
+
+        Args:
+          stage_a: One stage.
+          batch_a: Its rows.
+          stage_b: The other stage.
+          batch_b: Its rows.
+
+        Returns:
+          From 0, also where no row was measured, to 0.5: nothing is assumed to overlap.
+        """
+        rows = self.corun_rows(stage_a, stage_b)
+        if not rows:
+            return 0.0
+        row = nearest_row(rows, measured_size(batch_a), measured_size(batch_b))
+        times = self.seconds(stage_a, batch_a), self.seconds(stage_b, batch_b)
+        total = sum(times)
+        return saved_seconds(times[0], times[1], row.slowdowns) / total if total > 0 else 0.0
+
+    def merge(self, other: "Profile") -> "Profile":
+        """The rows of both tables; where both have one, that of the newer table.
+
+        Args:
+          other: A table of the same device kind; newer than this one if the dates are equal.
+
+        Returns:
+          A table with the newer one's provenance, naming every jax version that rows come from;
+          just the other table if this one has no rows.
+
+        Raises:
+          DeviceError: The tables belong to different device kinds.
+        """
+        if not (self.rows or self.corun):
+            return other
+        old, new = sorted((self, other), key=lambda profile: profile.provenance.date)
+        kinds = old.provenance.device_kind, new.provenance.device_kind
+        if kinds[0] != kinds[1]:
+            raise DeviceError(
+                f"merge: one table is of {kinds[0]!r}, the other of {kinds[1]!r}; seconds of two "
+                "devices do not mix; keep one file for each device"
+            )
+        versions = {v for p in (old, new) for v in p.provenance.jax.split(" + ")}
+        return Profile(
+            provenance=replace(new.provenance, jax=" + ".join(sorted(versions))),
+            rows=tuple({row.key: row for row in (*old.rows, *new.rows)}.values()),
+            corun=tuple({row.key: row for row in (*old.corun, *new.corun)}.values()),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the table as JSON; equal tables give equal bytes, and no half file is left.
+
+        Args:
+          path: The file to write or replace; its folder is made if need be.
+
+        Raises:
+          FileError: The file cannot be written.
+        """
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text(_to_json(self), encoding="utf-8")
+            scratch.replace(target)
+        except OSError as error:
+            raise FileError(
+                f"save({str(target)!r}): {error.strerror or error}; a file in a folder that can be "
+                "written is allowed; choose another path or free the disk"
+            ) from error
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Reads a table.
+
+        Raises:
+          FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
+            names the place.
+        """
+        from pydantic import ValidationError
+
+        try:
+            text = Path(path).read_bytes()
+            file = _adapter().validate_json(text, strict=True)
+            return cls(provenance=file.provenance, rows=file.rows, corun=file.corun)
+        except OSError as error:
+            found = error.strerror or str(error)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            found = f"{place}: {first['msg']}" if place else first["msg"]
+        except InputError as error:
+            found = str(error)
+        raise FileError(
+            f"load({os.fspath(path)!r}): {found}; a profile of schema_version {SCHEMA_VERSION} is "
+            "allowed; restore the file, or delete it and measure again (`pbjax profile`)"
+        )
+
+    def _known(self, sm_budget: int) -> str:
+        names = sorted({row.stage for row in self.rows if row.sm_budget == sm_budget})
+        return f"rows of {', '.join(names)}" if names else "no rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What a file holds."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    schema_version: Literal[1]
+    provenance: Provenance
+    rows: tuple[Row, ...]
+    corun: tuple[CorunRow, ...]
+
+
+@cache
+def _adapter():
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_File)
+
+
+def _to_json(profile: Profile) -> str:
+    def lines(rows: Iterable[Row | CorunRow]) -> str:
+        return ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+
+    return (
+        f'{{"schema_version": {SCHEMA_VERSION},\n'
+        f' "provenance": {json.dumps(asdict(profile.provenance))},\n'
+        f' "rows": [\n  {lines(profile.rows)}],\n'
+        f' "corun": [\n  {lines(profile.corun)}]}}\n'
+    )
+
+
+def _row_order(row: Row) -> tuple[object, ...]:
+    return row.stage, row.dtype, row.shape, row.batch_size, row.sm_budget, row.fingerprint
+
+
+def _refuse_repeats(rows: Iterable[Row | CorunRow]) -> None:
+    seen = {}
+    for row in rows:
+        if row.key in seen:
+            raise InputError(
+                f"Profile: two rows for {row.key} (as {seen[row.key]} and as {_names(row)}); one "
+                "is allowed; drop one, or put them into two profiles and merge them"
+            )
+        seen[row.key] = _names(row)
+
+
+def _names(row: Row | CorunRow) -> str:
+    return row.stage if isinstance(row, Row) else " beside ".join(row.stages)
+
+
+def _curves(rows: Iterable[Row]) -> dict[tuple[str, int], Curve]:
+    points: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        points.setdefault((row.fingerprint, row.sm_budget), []).append(row)
+    curves = {}
+    for key, members in points.items():
+        members.sort(key=lambda row: row.batch_size)
+        curves[key] = Curve(
+            stage=members[0].stage,
+            sizes=tuple(row.batch_size for row in members),
+            seconds=tuple(row.median_s for row in members),
+        )
+    return curves
+
+
+def _pairs(rows: Iterable[CorunRow]) -> dict[tuple[str, str], tuple[CorunRow, ...]]:
+    found: dict[tuple[str, str], list[CorunRow]] = {}
+    for row in rows:
+        turned = CorunRow(
+            stages=row.stages[::-1],
+            fingerprints=row.fingerprints[::-1],
+            batch_sizes=row.batch_sizes[::-1],
+            sm_budgets=row.sm_budgets[::-1],
+            slowdowns=row.slowdowns[::-1],
+        )
+        for side in (row, turned) if row != turned else (row,):
+            found.setdefault(side.fingerprints, []).append(side)
+    return {key: tuple(members) for key, members in found.items()}
