@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pbjax.device import ResourceClass
@@ -155,14 +155,12 @@ class Curve:
         return self.seconds[low] + share * (self.seconds[high] - self.seconds[low])
 
 
-def nearest_row(rows: Iterable[CorunRow], size_a: int, size_b: int) -> CorunRow:
-    """The row whose batch sizes are nearest in ratio; the first of several."""
-
-    def distance(row: CorunRow) -> float:
-        row_a, row_b = row.batch_sizes
-        return abs(math.log(size_a / row_a)) + abs(math.log(size_b / row_b))
-
-    return min(rows, key=distance)
+def nearest(batch_sizes: Sequence[tuple[int, int]], size_a: int, size_b: int) -> int:
+    """Which pair of batch sizes is nearest in ratio to the given pair; the first of several."""
+    log_a, log_b = math.log(size_a), math.log(size_b)
+    # Squares, not sums: of a row and that row turned round, the one in the same order is nearer.
+    distances = [(log_a - math.log(a)) ** 2 + (log_b - math.log(b)) ** 2 for a, b in batch_sizes]
+    return distances.index(min(distances))
 
 
 def saved_seconds(time_a: float, time_b: float, slowdowns: tuple[float, float]) -> float:

@@ -21,7 +21,7 @@ from pbjax.profile_rows import (
     Provenance,
     Row,
     measured_size,
-    nearest_row,
+    nearest,
     saved_seconds,
 )
 
@@ -112,10 +112,11 @@ class Profile:
         rows = self.corun_rows(stage_a, stage_b)
         if not rows:
             return 0.0
-        row = nearest_row(rows, measured_size(batch_a), measured_size(batch_b))
-        times = self.seconds(stage_a, batch_a), self.seconds(stage_b, batch_b)
-        total = sum(times)
-        return saved_seconds(times[0], times[1], row.slowdowns) / total if total > 0 else 0.0
+        measured = [row.batch_sizes for row in rows]
+        row = rows[nearest(measured, measured_size(batch_a), measured_size(batch_b))]
+        time_a, time_b = self.seconds(stage_a, batch_a), self.seconds(stage_b, batch_b)
+        total = time_a + time_b
+        return saved_seconds(time_a, time_b, row.slowdowns) / total if total > 0 else 0.0
 
     def merge(self, other: "Profile") -> "Profile":
         """The rows of both tables; where both have one, that of the newer table.
@@ -276,6 +277,11 @@ def _pairs(rows: Iterable[CorunRow]) -> dict[tuple[str, str], tuple[CorunRow, ..
             sm_budgets=row.sm_budgets[::-1],
             slowdowns=row.slowdowns[::-1],
         )
-        for side in (row, turned) if row != turned else (row,):
+        sides = (row, turned)
+        if row.key[0] == row.key[1]:
+            # Both sides are the same work: that they were slowed differently is noise.
+            mean = sum(row.slowdowns) / 2
+            sides = (replace(row, slowdowns=(mean, mean)),)
+        for side in sides:
             found.setdefault(side.fingerprints, []).append(side)
     return {key: tuple(members) for key, members in found.items()}

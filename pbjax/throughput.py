@@ -1,0 +1,329 @@
+"""How long a split program would take, from the measured table.
+
+The time of a slot is the sum of its tasks' seconds, less what each pair of them saves by running
+together, and never less than its longest task; the makespan is the sum over the slots. Nothing
+overlaps that was not measured to overlap. Which split to take is not decided here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pbjax.device import ResourceClass
+from pbjax.errors import InputError
+from pbjax.outline import Outline, StageInfo
+from pbjax.profile_rows import measured_size, nearest
+from pbjax.profile_table import Profile
+from pbjax.schedule import MAX_SUB_BATCHES, Split, timetable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the table says about a split and its staggers.
+
+    Attributes:
+      makespan_s: Seconds from the first start to the last end.
+      items_per_s: Rows of the batch per second.
+      class_s: Summed seconds of the stages of each class, each as if alone.
+      sub_batch_s: Seconds of each sub-batch's stages, each as if alone.
+      balance: Shortest over longest of sub_batch_s.
+      bubble_fraction: Share of the makespan in which the busiest class is idle.
+      ideal_s: Makespan if different classes in a slot overlapped wholly and equal ones not at all.
+    """
+
+    makespan_s: float
+    items_per_s: float
+    class_s: Mapping[ResourceClass, float] = field(hash=False)
+    sub_batch_s: tuple[float, ...]
+    balance: float
+    bubble_fraction: float
+    ideal_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Two positions of the chain that were measured together.
+
+    Positions count the prologue as 0, the block's stages from 1, the epilogue as the last.
+
+    Attributes:
+      first: Position of the first sub-batch.
+      second: Position of the second.
+      slowdowns: Of both, for each measured pair of batch sizes; at least 1.
+      meetings: By how many stages the first must run ahead for them to meet, and how often then.
+    """
+
+    first: int
+    second: int
+    slowdowns: tuple[tuple[float, float], ...]
+    meetings: tuple[tuple[int, int], ...]
+
+
+class Evaluator:
+    """Predicts many splits of one program from one table; remembers what they share."""
+
+    def __init__(self, outline: Outline, profile: Profile):
+        """Looks every stage up.
+
+        Raises:
+          InputError: A stage of the program was never measured.
+        """
+        self.outline = outline
+        chain = (outline.prologue, *outline.block, outline.epilogue)
+        self._curves = [None if stage is None else profile.curve(stage) for stage in chain]
+        self._classes = [None if stage is None else stage.resource for stage in chain]
+        self._pairs = _pairs(outline, chain, profile)
+        self._repeats = [1, *([outline.num_blocks] * len(outline.block)), 1]
+        # One more position than the chain has stands for a sub-batch that is not in the slot.
+        self._width = len(chain) + 1
+        self._times: dict[int, tuple[float, ...]] = {}
+        self._chains: dict[int, float] = {}
+        self._savings: dict[tuple[int, int], list[float]] = {}
+        self._totals: dict[tuple[int, int], list[float]] = {}
+        self._patterns: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether no two stages of the program were measured together."""
+        return not self._pairs
+
+    def evaluate(self, split: Split, staggers: tuple[int, ...]) -> Prediction:
+        """Predicts one split.
+
+        Args:
+          split: Sizes of the sub-batches.
+          staggers: For each sub-batch, how many stages it runs ahead.
+
+        Returns:
+          Makespan, throughput, busy seconds, balance and bubbles.
+
+        Raises:
+          InputError: A size was not measured, or the staggers fit neither split nor program.
+        """
+        if len(staggers) != len(split.sizes):
+            raise InputError(
+                f"evaluate(sizes={split.sizes}, staggers={staggers}): {len(staggers)} staggers for "
+                f"{len(split.sizes)} sub-batches; one for each is allowed; give as many"
+            )
+        makespan = self.makespan(split.sizes, staggers)
+        alone = tuple(self.chain_seconds(size) for size in split.sizes)
+        busy = self._class_seconds(split.sizes)
+        idle = 1 - max(busy.values()) / makespan if makespan > 0 else 0.0
+        return Prediction(
+            makespan_s=makespan,
+            items_per_s=split.batch_size / makespan if makespan > 0 else math.inf,
+            class_s=busy,
+            sub_batch_s=alone,
+            balance=min(alone) / max(alone) if max(alone) > 0 else 1.0,
+            bubble_fraction=max(0.0, idle),
+            ideal_s=self.ideal_seconds(split.sizes, staggers),
+        )
+
+    def chain_seconds(self, batch_size: int) -> float:
+        """Seconds of the whole program for one sub-batch alone."""
+        found = self._chains.get(batch_size)
+        if found is None:
+            found = math.sumprod(self._repeats, self._seconds(batch_size)[:-1])
+            self._chains[batch_size] = found
+        return found
+
+    def makespan(self, sizes: Sequence[int], staggers: tuple[int, ...]) -> float:
+        """Seconds from the first start to the last end."""
+        alone = sum([self.chain_seconds(size) for size in sizes])
+        pattern = self._pattern(staggers)
+        if len(sizes) == 1 or not self._pairs:
+            return alone
+        width = self._width
+        if len(sizes) == 2:
+            saved = self._saved(sizes[0], sizes[1])
+            return alone - sum([n * saved[a * width + b] for n, (a, b) in pattern])
+        times = [self._seconds(size) for size in sizes]
+        return alone - self._saved_by_three(sizes, times, pattern)
+
+    def pair_totals(self, size_a: int, size_b: int) -> list[float]:
+        """Seconds that two sub-batches save over the whole program, by their staggers' difference.
+
+        Entry d + S - 1, with S the block's stages, holds the saving when the first runs d stages
+        ahead of the second: the program's slots then pair the same tasks whatever the staggers are.
+        """
+        found = self._totals.get((size_a, size_b))
+        if found is None:
+            found = self._sum_pairs(self._saved(size_a, size_b))
+            self._totals[size_a, size_b] = found
+        return found
+
+    def ideal_seconds(self, sizes: Sequence[int], staggers: tuple[int, ...]) -> float:
+        """Makespan if different classes overlapped wholly and equal ones not at all."""
+        times = [self._seconds(size) for size in sizes]
+        total = 0.0
+        for count, positions in self._pattern(staggers):
+            by_class: dict[object, float] = {}
+            for seconds, position in zip(times, positions, strict=True):
+                if position < self._width - 1:
+                    kind = self._classes[position]
+                    by_class[kind] = by_class.get(kind, 0.0) + seconds[position]
+            total += count * max(by_class.values())
+        return total
+
+    def _seconds(self, batch_size: int) -> tuple[float, ...]:
+        found = self._times.get(batch_size)
+        if found is None:
+            at = [curve.at(batch_size) if curve else 0.0 for curve in self._curves]
+            found = self._times[batch_size] = (*at, 0.0)
+        return found
+
+    def _class_seconds(self, sizes: Sequence[int]) -> dict[ResourceClass, float]:
+        busy = dict.fromkeys(ResourceClass, 0.0)
+        for size in sizes:
+            parts = zip(self._classes, self._repeats, self._seconds(size), strict=False)
+            for kind, repeats, seconds in parts:
+                if kind is not None:
+                    busy[kind] += repeats * seconds
+        return busy
+
+    def _pattern(self, staggers: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
+        """How often the program has a slot with the sub-batches at these positions."""
+        found = self._patterns.get(staggers)
+        if found is None:
+            table = timetable(self.outline, staggers)
+            counts: Counter[tuple[int, ...]] = Counter()
+            parts = ((table.fill, 1), (table.steady, table.num_blocks - 1), (table.drain, 1))
+            for slots, repeats in parts:
+                for slot in slots:
+                    positions = [self._width - 1] * len(staggers)
+                    for task in slot:
+                        positions[task.sub_batch] = task.stage + 1
+                    counts[tuple(positions)] += repeats
+            found = self._patterns[staggers] = [(n, p) for p, n in counts.items() if n]
+        return found
+
+    def _saved(self, size_a: int, size_b: int) -> list[float]:
+        """Seconds saved by each pair of positions, at first * width + second."""
+        found = self._savings.get((size_a, size_b))
+        if found is None:
+            first, second = self._seconds(size_a), self._seconds(size_b)
+            width = self._width
+            found = [0.0] * width**2
+            measured_a, measured_b = measured_size(size_a), measured_size(size_b)
+            for batch_sizes, pairs in self._pairs.items():
+                row = nearest(batch_sizes, measured_a, measured_b)
+                for pair in pairs:
+                    # As profile_rows.saved_seconds; written out, since the search lives here.
+                    slow_a, slow_b = pair.slowdowns[row]
+                    time_a, time_b = first[pair.first], second[pair.second]
+                    slowed_a, slowed_b = time_a * slow_a, time_b * slow_b
+                    together = slowed_a if slowed_a > slowed_b else slowed_b
+                    if time_a + time_b > together:
+                        found[pair.first * width + pair.second] = time_a + time_b - together
+            self._savings[size_a, size_b] = found
+        return found
+
+    def _saved_by_three(
+        self,
+        sizes: Sequence[int],
+        times: Sequence[tuple[float, ...]],
+        pattern: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> float:
+        width = self._width
+        saved_01, saved_02 = self._saved(sizes[0], sizes[1]), self._saved(sizes[0], sizes[2])
+        saved_12 = self._saved(sizes[1], sizes[2])
+        times_0, times_1, times_2 = times
+        total = 0.0
+        for count, (a, b, c) in pattern:
+            saved = saved_01[a * width + b] + saved_02[a * width + c] + saved_12[b * width + c]
+            if saved:
+                x, y, z = times_0[a], times_1[b], times_2[c]
+                total += count * min(saved, x + y + z - max(x, y, z))
+        return total
+
+    def _sum_pairs(self, saved: Sequence[float]) -> list[float]:
+        last, width = len(self.outline.block) - 1, self._width
+        totals = [0.0] * (2 * last + 1)
+        for pairs in self._pairs.values():
+            for pair in pairs:
+                saving = saved[pair.first * width + pair.second]
+                if saving:
+                    for difference, count in pair.meetings:
+                        totals[difference + last] += count * saving
+        return totals
+
+
+def evaluate(
+    outline: Outline, profile: Profile, split: Split, staggers: tuple[int, ...]
+) -> Prediction:
+    """Predicts one split of a program; for many, keep an `Evaluator`."""
+    return Evaluator(outline, profile).evaluate(split, staggers)
+
+
+def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
+    """Seconds that no split of the batch, with any staggers, is predicted to beat.
+
+    Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over
+    b = 1 .. B, and w the largest share of their seconds that two stages save together at any sizes.
+    A slot of k tasks takes at least 1 / k of their summed seconds, since no slot is shorter than
+    its longest task, and at least 1 - (k - 1) w of them, since each task is in k - 1 pairs. The
+    summed seconds of all tasks are at least m B, and no more than three sub-batches run. Hence
+
+      makespan >= m B max(1 / 3, 1 - 2 w).
+
+    Args:
+      outline: The program.
+      profile: Its measured table.
+      batch_size: Rows of the whole batch.
+
+    Returns:
+      The bound in seconds.
+    """
+    evaluator = Evaluator(outline, profile)
+    sizes = {1, 2, batch_size}.union(*(profile.curve(stage).sizes for stage in outline.stages))
+    # On a line between measured sizes c(b) / b is monotone, so its least value is at an end.
+    rates = [evaluator.chain_seconds(b) / b for b in sorted(sizes) if 1 <= b <= batch_size]
+    largest = _largest_saving(profile)
+    kept = max(1 / MAX_SUB_BATCHES, 1 - (MAX_SUB_BATCHES - 1) * largest)
+    return min(rates) * batch_size * kept
+
+
+def _largest_saving(profile: Profile) -> float:
+    # max(x s, (1 - x) t) is least where both are equal, and is then s t / (s + t).
+    largest = 0.0
+    for row in profile.corun:
+        s, t = _at_least_one(row.slowdowns)
+        largest = max(largest, 1 - s * t / (s + t))
+    return largest
+
+
+def _pairs(
+    outline: Outline, chain: Sequence[StageInfo | None], profile: Profile
+) -> dict[tuple[tuple[int, int], ...], list[_Pair]]:
+    """The pairs of positions with rows, by the batch sizes that were measured."""
+    pairs: dict[tuple[tuple[int, int], ...], list[_Pair]] = {}
+    for first, stage_a in enumerate(chain):
+        for second, stage_b in enumerate(chain):
+            rows = profile.corun_rows(stage_a, stage_b) if stage_a and stage_b else ()
+            if rows:
+                pair = _Pair(
+                    first=first,
+                    second=second,
+                    slowdowns=tuple(_at_least_one(row.slowdowns) for row in rows),
+                    meetings=_meetings(outline, first, second),
+                )
+                pairs.setdefault(tuple(row.batch_sizes for row in rows), []).append(pair)
+    return pairs
+
+
+def _at_least_one(slowdowns: tuple[float, float]) -> tuple[float, float]:
+    return max(slowdowns[0], 1.0), max(slowdowns[1], 1.0)
+
+
+def _meetings(outline: Outline, first: int, second: int) -> tuple[tuple[int, int], ...]:
+    num_stages, num_blocks = len(outline.block), outline.num_blocks
+    inner = range(1, num_stages + 1)
+    ahead = first - second
+    if first not in inner or second not in inner:
+        return ((ahead, 1),) if abs(ahead) < num_stages else ()
+    if ahead == 0 or num_blocks == 1:
+        return ((ahead, num_blocks),)
+    # They also meet when the first is in the next block, or the second is; once less, at the ends.
+    other = ahead - num_stages if ahead > 0 else ahead + num_stages
+    return (ahead, num_blocks), (other, num_blocks - 1)
