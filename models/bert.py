@@ -212,7 +212,7 @@ class BertEmbeddings(nnx.Module):
         with jax.named_scope("embeddings"):
             ids = jnp.asarray(input_ids)
             types = jnp.zeros_like(ids) if token_type_ids is None else jnp.asarray(token_type_ids)
-            x = self.word(ids) + self.token_type(types)
+            x = _look_up(self.word, ids) + _look_up(self.token_type, types)
             positions = self.position.embedding[: ids.shape[1]]
             x = x + jnp.broadcast_to(positions, x.shape)
             return self.norm(x).astype(x.dtype)
@@ -264,7 +264,9 @@ class BertMlp(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every token by itself."""
         with jax.named_scope("mlp"):
-            x = x + self.down(ACTIVATIONS[self.activation](self.up(x)))
+            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
+            inner = ACTIVATIONS[self.activation](self.up(x).astype(jnp.float32))
+            x = x + self.down(inner.astype(x.dtype))
             return self.norm(x).astype(x.dtype)
 
 
@@ -298,8 +300,8 @@ class BertModel(nnx.Module):
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
         self.layers = nnx.List(layers)
-        width = config.embed_dim
-        self.pooler = _linear(width, width, dtype, rngs) if config.pooler else None
+        dim = config.embed_dim
+        self.pooler = _linear(dim, dim, dtype, rngs) if config.pooler else None
 
     def __call__(
         self,
@@ -311,12 +313,11 @@ class BertModel(nnx.Module):
 
         Args:
           input_ids: Tokens; an id outside the vocabulary gives NaN, never another token's values.
-          attention_mask: 1 for tokens, 0 for padding; all tokens without it. The hidden states of
-            padding are finite and mean nothing.
-          token_type_ids: Segment of each token; all 0 without it.
+          attention_mask: 1 for tokens, 0 for padding (its outputs mean nothing); None = all 1.
+          token_type_ids: Segment of each token; None = all 0.
 
         Returns:
-          Hidden states of the last block, and the pooler's output.
+          Hidden states of the last block and the pooler's output.
 
         Raises:
           InputError: A shape is wrong or the sequence is too long.
@@ -364,10 +365,10 @@ def check_shapes(
         raise InputError(
             f"BertModel(input_ids): shape is {ids}; [batch, length] is needed; add the missing axis"
         )
-    if not 1 <= ids[1] <= config.max_seq_len:
+    longest = config.max_seq_len
+    if not 1 <= ids[1] <= longest:
         raise InputError(
-            f"BertModel(input_ids): sequence length is {ids[1]}; 1 to {config.max_seq_len} is"
-            " possible (max_seq_len); truncate the sequences"
+            f"BertModel(input_ids): length is {ids[1]}; 1 to {longest} is possible; truncate"
         )
     for name, shape in others.items():
         if shape != ids:
@@ -375,6 +376,12 @@ def check_shapes(
                 f"BertModel({name}): shape is {shape}; it must be that of input_ids, {ids};"
                 " pad both alike"
             )
+
+
+def _look_up(table: nnx.Embed, ids: Integer[Array, "B T"]) -> Float[Array, "B T D"]:
+    # nnx.Embed would read a negative id from the end of the table.
+    rows = table.embedding[...].at[ids]
+    return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _linear(inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:

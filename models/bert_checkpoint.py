@@ -65,7 +65,7 @@ def _example(config: BertConfig) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def _probe(model: BertModel, inputs: Mapping[str, np.ndarray]) -> dict[str, Array]:
+def _probe(model: BertModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
     states = model.hidden_states(**inputs)
     output = model(**inputs)
     values = {

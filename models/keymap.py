@@ -96,7 +96,7 @@ class Family[C, M: nnx.Module]:
     dropped: tuple[Dropped, ...]
     ties: tuple[Tie, ...]
     example: Callable[[C], dict[str, np.ndarray]]
-    probe: Callable[[M, Mapping[str, np.ndarray]], dict[str, Array]]
+    probe: Callable[[M, Mapping[str, Array | np.ndarray]], dict[str, Array]]
 
     def field_names(self) -> list[str]:
         """Returns the names of the configuration's fields."""

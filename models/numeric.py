@@ -4,6 +4,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Shaped
 
-from models.errors import CheckpointError, NumericError
+from models.errors import CheckpointError, InputError, NumericError
 from models.keymap import Family
 from models.parameters import cast
 
@@ -109,9 +110,13 @@ def run[C, M: nnx.Module](
     """Returns the probe's values in f32, whatever the module's dtype, without padded positions."""
     graphdef, state = nnx.split(cast(family, config, module, "float32"))
     with jax.default_matmul_precision("highest"):
-        probe = jax.jit(lambda state, inputs: family.probe(nnx.merge(graphdef, state), inputs))
-        values = jax.device_get(probe(state, dict(inputs)))
+        values = jax.device_get(_probe(family.probe, graphdef, state, dict(inputs)))
     return {name: unpadded(value, inputs) for name, value in values.items()}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _probe(probe, graphdef, state, inputs):
+    return probe(nnx.merge(graphdef, state), inputs)
 
 
 def unpadded(
@@ -132,9 +137,15 @@ def errors_against[C, M: nnx.Module](
     Raises:
       NumericError: The reference does not belong to such a model.
     """
+    takes = sorted(family.example(config))
+    if sorted(reference.inputs) != takes:
+        raise _foreign(
+            reference,
+            f"its inputs are {', '.join(sorted(reference.inputs))}, the model's {', '.join(takes)}",
+        )
     try:
         actual = run(family, config, module, reference.inputs)
-    except (TypeError, ValueError) as error:
+    except InputError as error:
         raise _foreign(reference, f"the model refuses its inputs ({error})") from error
     if set(actual) != set(reference.outputs):
         raise _foreign(

@@ -1,0 +1,266 @@
+"""Writes the reference fixtures of tests/data: tiny Hugging Face models and what they compute.
+
+Runs in an environment of its own, which the project never imports:
+
+    python3.11 -m venv ref && ref/bin/pip install torch transformers==4.57.1 safetensors "numpy<3"
+    ref/bin/python scripts/make_reference.py tests/data --minilm FOLDER_OF_ALL_MINILM_L6_V2
+
+Each family is one entry of FAMILIES. A fixture is a Hugging Face folder (config.json,
+model.safetensors) with reference.npz beside it: inputs, hidden states after the embeddings, after
+block 0 and at the end, outputs, and a JSON text `meta` with versions and command. Expected values
+come from a run in f64, stored as f32. Weights are random everywhere: a default initialisation hides
+dropped biases, a transposed square matrix and a wrong GELU. A second set at the default scale makes
+a wrong epsilon visible. A second run writes the same bytes, or says which tensor changed.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import tokenizers
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+SEED = 20
+SENTENCES = (
+    "A warm loaf of bread is cooling on the kitchen table.",
+    "Fresh bread stands on the table in the kitchen.",
+    "The telescope photographed a spiral galaxy.",
+    "Astronomers took a picture of a distant galaxy.",
+    "Rain.",
+    "How many stops are there between the harbour and the main station?",
+    "The committee postponed its vote, since three of its nine members had fallen ill.",
+    "Sorting a list of n numbers by comparisons takes on the order of n log n steps at best.",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: how to build a tiny model, feed it and look into it.
+
+    Attributes:
+      config: The tiny configuration.
+      model: The class whose folder is the fixture.
+      task_classes: Further classes; only the names and shapes of their tensors are kept.
+      inputs: Makes the inputs.
+      values: Runs a model and names its values.
+    """
+
+    config: Callable[[], transformers.PretrainedConfig]
+    model: type
+    task_classes: tuple[type, ...]
+    inputs: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    values: Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def bert_config() -> transformers.BertConfig:
+    """Returns a BERT of 2 layers x 32 with a vocabulary that is no multiple of 8."""
+    return transformers.BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        attn_implementation="eager",
+    )
+
+
+def bert_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns two sequences of 12 tokens, one of them padded on the right, in two segments."""
+    mask = np.ones((2, 12), np.int32)
+    mask[1, 7:] = 0
+    types = np.zeros((2, 12), np.int32)
+    types[0, 5:], types[1, 3:7] = 1, 1
+    ids = generator.integers(1, 97, (2, 12)).astype(np.int32) * mask
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def bert_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a BertModel."""
+    output = model(**inputs, output_hidden_states=True)
+    values = {
+        "hidden_embedding": output.hidden_states[0],
+        "hidden_block_0": output.hidden_states[1],
+        "last_hidden_state": output.last_hidden_state,
+        "pooler_output": output.pooler_output,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+FAMILIES = {
+    "bert": Family(
+        config=bert_config,
+        model=transformers.BertModel,
+        task_classes=(
+            transformers.BertForMaskedLM,
+            transformers.BertForPreTraining,
+            transformers.BertForSequenceClassification,
+            transformers.BertForQuestionAnswering,
+        ),
+        inputs=bert_inputs,
+        values=bert_values,
+    ),
+}
+
+
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Replaces every parameter and statistic by random values that no fault can hide behind."""
+    norms = {n for n, m in model.named_modules() if "norm" in type(m).__name__.lower()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "running_var":
+            value = 0.5 + torch.rand(tensor.shape, generator=generator)
+        elif leaf == "running_mean":
+            value = 0.3 * noise
+        elif owner in norms and leaf == "weight":
+            value = 1 + 0.2 * noise
+        else:
+            value = (0.25 if tensor.ndim > 1 else 0.2) * noise
+        tensor.data.copy_(value)
+
+
+def make_fixture(family: Family, folder: Path, random_everywhere: bool) -> list[str]:
+    """Writes one folder with weights and reference; returns what changed."""
+    torch.manual_seed(SEED)
+    model = family.model(family.config()).eval()
+    if random_everywhere:
+        randomise(model, torch.Generator().manual_seed(SEED))
+    inputs = family.inputs(np.random.default_rng(SEED))
+    with tempfile.TemporaryDirectory() as temporary:
+        model.save_pretrained(temporary)
+        np.savez(Path(temporary, "reference.npz"), **run(family, model, inputs))
+        return [
+            change
+            for name in ("config.json", "model.safetensors", "reference.npz")
+            for change in replace(Path(temporary, name), folder / name)
+        ]
+
+
+def run(family: Family, model, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a reference file: inputs, outputs of an f64 run, provenance."""
+    tensors = {name: torch.from_numpy(value).long() for name, value in inputs.items()}
+    with torch.no_grad():
+        values = family.values(copy.deepcopy(model).double(), tensors)
+    outputs = {f"outputs.{n}": v.numpy().astype(np.float32) for n, v in values.items()}
+    return {f"inputs.{n}": v for n, v in inputs.items()} | outputs | {"meta": provenance()}
+
+
+def make_names(family: Family, folder: Path) -> list[str]:
+    """Writes the tensor names and shapes that each class saves, and a sharded folder's index."""
+    names = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for kind in (family.model, *family.task_classes):
+            place = Path(temporary, kind.__name__)
+            kind(family.config()).save_pretrained(place)
+            tensors = load_file(place / "model.safetensors")
+            names[kind.__name__] = {key: list(tensors[key].shape) for key in sorted(tensors)}
+        place = Path(temporary, "sharded")
+        family.model(family.config()).save_pretrained(place, max_shard_size="30KB")
+        index = json.loads((place / "model.safetensors.index.json").read_text())
+        new = Path(temporary, "names.json")
+        new.write_text(json.dumps({"classes": names, "index": index}, indent=1) + "\n")
+        return replace(new, folder / "names.json")
+
+
+def make_sentences(source: Path, file: Path) -> list[str]:
+    """Writes the embeddings of a few sentences by the real all-MiniLM-L6-v2."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.enable_padding()
+    encodings = tokenizer.encode_batch(list(SENTENCES))
+    ids = np.array([e.ids for e in encodings], np.int32)
+    mask = np.array([e.attention_mask for e in encodings], np.int32)
+    model = transformers.AutoModel.from_pretrained(source, attn_implementation="eager")
+    with torch.no_grad():
+        weights = torch.from_numpy(mask).double()
+        output = model.eval().double()(torch.from_numpy(ids).long(), weights.long())
+        total = (output.last_hidden_state * weights[..., None]).sum(1)
+        embeddings = torch.nn.functional.normalize(total, dim=1).numpy().astype(np.float32)
+    with tempfile.TemporaryDirectory() as temporary:
+        new = Path(temporary, "sentences.npz")
+        np.savez(
+            new,
+            sentences=np.array(SENTENCES),
+            input_ids=ids,
+            attention_mask=mask,
+            embeddings=embeddings,
+            meta=provenance(),
+        )
+        return replace(new, file)
+
+
+def provenance() -> str:
+    """Returns the versions and the command as JSON."""
+    return json.dumps(
+        {
+            "origin": f"transformers {transformers.__version__}",
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+            "numpy": np.__version__,
+            "command": "python scripts/make_reference.py tests/data --minilm FOLDER",
+        }
+    )
+
+
+def replace(new: Path, old: Path) -> list[str]:
+    """Puts a new file in the place of an old one; returns the names of what changed in it."""
+    if old.exists() and old.read_bytes() == new.read_bytes():
+        return []
+    changes = (
+        [f"{old}: {name}" for name in differing(new, old)] if old.exists() else [f"{old}: new"]
+    )
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_bytes(new.read_bytes())
+    return changes
+
+
+def differing(new: Path, old: Path) -> list[str]:
+    """Returns the names of the tensors that differ between two files, or a word for other files."""
+    if new.suffix == ".json":
+        return ["text"]
+    load = load_file if new.suffix == ".safetensors" else np.load
+    one, other = dict(load(new)), dict(load(old))
+    shared = set(one) & set(other)
+    return sorted((set(one) ^ set(other)) | {n for n in shared if not same(one[n], other[n])})
+
+
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays are equal bit for bit."""
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )
+
+
+def main() -> None:
+    """Makes all fixtures and prints what changed."""
+    parser = argparse.ArgumentParser(description="Write the reference fixtures of the tests.")
+    parser.add_argument("target", type=Path, help="the folder, usually tests/data")
+    parser.add_argument("--minilm", type=Path, help="folder of the real all-MiniLM-L6-v2")
+    parser.add_argument("--family", choices=sorted(FAMILIES), action="append")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    changes = []
+    for name in options.family or sorted(FAMILIES):
+        family = FAMILIES[name]
+        changes += make_fixture(family, options.target / name, random_everywhere=True)
+        changes += make_fixture(family, options.target / f"{name}_default", random_everywhere=False)
+        changes += make_names(family, options.target / name)
+    if options.minilm:
+        changes += make_sentences(options.minilm, options.target / "minilm" / "sentences.npz")
+    print("\n".join(changes) or "nothing changed")
+    print(json.dumps({"changed": len(changes)} | json.loads(provenance())), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
