@@ -11,7 +11,7 @@ and where the batch lies, is not decided here.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ INLINED = {
 }
 
 
+@runtime_checkable
 class Aval(Protocol):
     """Shape and dtype of a value."""
 
