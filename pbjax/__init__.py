@@ -1,1 +1,41 @@
-"""Higher Transformer inference throughput on one GPU by staggered sub-batches."""
+"""Higher Transformer inference throughput on one GPU by staggered sub-batches.
+
+Names are resolved when first used, so that `import pbjax.search` and the like need no JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pbjax.device import Device
+    from pbjax.errors import PbjaxError
+    from pbjax.optimized import Optimized
+    from pbjax.pipeline import optimize
+    from pbjax.plan import Plan
+    from pbjax.profiling import Profile
+    from pbjax.schedule import Split, Timetable
+
+_HOMES = {
+    "Device": "device",
+    "Optimized": "optimized",
+    "PbjaxError": "errors",
+    "Plan": "plan",
+    "Profile": "profiling",
+    "Split": "schedule",
+    "Timetable": "schedule",
+    "optimize": "pipeline",
+}
+
+__all__ = ["Device", "Optimized", "PbjaxError", "Plan", "Profile", "Split", "Timetable", "optimize"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pbjax' has no attribute {name!r}")
+    value = getattr(import_module(f"pbjax.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

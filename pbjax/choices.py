@@ -1,0 +1,135 @@
+"""Which split programs are worth building: searched, given, or read from a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from pbjax.analysis import Analysis
+from pbjax.compilation import Way
+from pbjax.errors import InputError, ModelError
+from pbjax.plan import Plan
+from pbjax.schedule import Split
+from pbjax.search import Candidate, SearchResult, best_staggers, search
+from pbjax.tables import Measurements
+from pbjax.throughput import Evaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which split programs to build for a batch, and what that rests on.
+
+    Attributes:
+      ways: Split programs to build, the one predicted to be fastest first.
+      unsplit_s: Predicted seconds of the whole batch at once; None if it was not predicted.
+      search: The search, if there was one.
+      measurements: The table, if there was one.
+      plan: A plan that decides already; nothing is timed then.
+      reason: Why the decision is settled before anything is timed; empty if it is not.
+      warnings: Things that changed a result or a cost.
+    """
+
+    ways: tuple[Way, ...] = ()
+    unsplit_s: float | None = None
+    search: SearchResult | None = None
+    measurements: Measurements | None = None
+    plan: Plan | None = None
+    reason: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what was searched and found; empty if nothing was searched."""
+        return self.search.digest if self.search else self.plan.digest if self.plan else ""
+
+
+def searched(analysis: Analysis, measurements: Measurements, batch_size: int) -> Choice:
+    """The best splits that the search finds, one with two and one with three sub-batches.
+
+    Both are built even where the unsplit batch is predicted to be faster: what is measured decides.
+    """
+    result = search(analysis.outline, measurements.profile, batch_size)
+    split = [candidate for count, candidate in result.by_count.items() if count > 1]
+    split.sort(key=lambda candidate: (candidate.prediction.makespan_s, -len(candidate.staggers)))
+    return Choice(
+        ways=tuple(_way(candidate) for candidate in split),
+        unsplit_s=result.by_count[1].prediction.makespan_s,
+        search=result,
+        measurements=measurements,
+        reason="" if split else f"a batch of {batch_size} rows is too small to split",
+        warnings=_warnings(measurements),
+    )
+
+
+def forced(analysis: Analysis, measurements: Measurements, sizes: Sequence[int]) -> Choice:
+    """The split whose sizes the caller gives, with the best staggers.
+
+    Raises:
+      InputError: The sizes do not add up to the batch.
+    """
+    split = Split(sizes=tuple(sizes))
+    batch_size = analysis.batch.batch_size
+    if split.batch_size != batch_size:
+        raise InputError(
+            f"optimize(split={split.sizes}): adds up to {split.batch_size}; the example has "
+            f"{batch_size} rows; give sizes that add up to them, or leave out split= to search"
+        )
+    candidate = best_staggers(analysis.outline, measurements.profile, split)
+    whole = Split(sizes=(batch_size,))
+    evaluator = Evaluator(analysis.outline, measurements.profile)
+    return Choice(
+        ways=(_way(candidate),) if len(split.sizes) > 1 else (),
+        unsplit_s=evaluator.evaluate(whole, (0,)).makespan_s,
+        measurements=measurements,
+        reason=f"split={split.sizes} was given",
+        warnings=_warnings(measurements),
+    )
+
+
+def planned(analysis: Analysis, plan: Plan) -> Choice:
+    """The split of a saved plan.
+
+    A plan from another device kind or version of jax keeps its sizes and staggers, but whether they
+    pay is measured again.
+
+    Raises:
+      ModelError: The plan is for another model.
+      InputError: The plan is for another batch size, or its staggers do not fit.
+    """
+    if plan.fingerprint != analysis.fingerprint:
+        raise ModelError(
+            f"optimize(plan=...): the plan is for {plan.model} ({plan.fingerprint}); this model is "
+            f"{analysis.model.name} ({analysis.fingerprint}); use the model it was made for, or "
+            "leave out plan= to search again"
+        )
+    if plan.batch_size != analysis.batch.batch_size:
+        raise InputError(
+            f"optimize(plan=...): the plan is for {plan.batch_size} rows; the example has "
+            f"{analysis.batch.batch_size}; pass an example of that batch, or leave out plan="
+        )
+    way = Way(sizes=plan.sizes, staggers=plan.staggers, predicted_s=plan.predicted.split)
+    here = {"device_kind": analysis.device.kind, "jax": jax.__version__}
+    foreign = [
+        f"{name} {getattr(plan, name)!r} in the plan, {value!r} here"
+        for name, value in here.items()
+        if getattr(plan, name) != value
+    ]
+    return Choice(
+        ways=(way,) if len(plan.sizes) > 1 else (),
+        unsplit_s=plan.predicted.unsplit,
+        plan=plan,
+        reason="" if foreign else plan.reason,
+        warnings=tuple(f"plan: {text}; measured again" for text in foreign),
+    )
+
+
+def _way(candidate: Candidate) -> Way:
+    return Way(
+        sizes=candidate.split.sizes,
+        staggers=candidate.staggers,
+        predicted_s=candidate.prediction.makespan_s,
+    )
+
+
+def _warnings(measurements: Measurements) -> tuple[str, ...]:
+    return (measurements.warning,) if measurements.warning else ()

@@ -1,0 +1,191 @@
+"""The programs that compete for a batch: compiled, compared with each other, and timed."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jaxtyping import Array
+
+from pbjax.analysis import Analysis
+from pbjax.execution import MIN_ROWS, SplitProgram, WeightLayout, overlap_options
+from pbjax.reports import MeasuredProgram
+from pbjax.schedule import timetable
+from pbjax.timing import time_alternately
+from pbjax.verification import fresh_inputs, largest_difference
+
+VERIFIED_SEEDS = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to run a batch.
+
+    Attributes:
+      sizes: Rows of each sub-batch.
+      staggers: How many stages each runs ahead.
+      predicted_s: From the profile, or None.
+    """
+
+    sizes: tuple[int, ...]
+    staggers: tuple[int, ...]
+    predicted_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the way is called in reports: unsplit, sequential or split."""
+        if len(self.sizes) == 1:
+            return "unsplit"
+        return "split" if any(self.staggers) else "sequential"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledProgram:
+    """A way to run the batch, compiled.
+
+    Attributes:
+      way: What it runs.
+      program: Called as program(weights, *leaves).
+      pack: From leaves of the params to the program's weights.
+      weights: What pack returned for the model's own params.
+      options: Compiler options.
+      temporary_bytes: Device memory beside weights, inputs and outputs.
+      weight_bytes: Device memory of weights that the program holds apart from the user's own.
+      compile_s: Seconds that lowering and compiling took.
+    """
+
+    way: Way
+    program: Callable
+    pack: Callable[[Sequence[Array]], tuple[Array, ...]]
+    weights: tuple[Array, ...]
+    options: Mapping[str, str | int | bool]
+    temporary_bytes: int
+    weight_bytes: int
+    compile_s: float
+
+
+def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+    """The model itself, jitted: what the user would run without pbjax.
+
+    Args:
+      analysis: The model.
+      leaves: Leaves of the inputs; only shapes and dtypes count.
+      way: The whole batch as one.
+    """
+    params_tree = jax.tree.structure(analysis.model.params)
+
+    def unsplit(weights, *leaves):
+        inputs = jax.tree.unflatten(analysis.batch.tree, leaves)
+        return analysis.model.apply(jax.tree.unflatten(params_tree, weights), *inputs)
+
+    return _compiled(analysis, unsplit, tuple, leaves, way, {})
+
+
+def compile_split(
+    analysis: Analysis, leaves: Sequence[Array], way: Way, *, unroll: int = 1
+) -> CompiledProgram:
+    """The batch in sub-batches, in one program.
+
+    Args:
+      analysis: The model.
+      leaves: Leaves of the inputs; only shapes and dtypes count.
+      way: Sizes and staggers.
+      unroll: Blocks in one step of the loop.
+    """
+    programs = tuple(analysis.program_at(max(size, MIN_ROWS)) for size in way.sizes)
+    layout = WeightLayout.of(programs[0])
+    run = SplitProgram(
+        programs=programs,
+        sizes=way.sizes,
+        timetable=timetable(analysis.outline, way.staggers),
+        layout=layout,
+        in_axes=analysis.batch.axes,
+        out_axes=analysis.out_axes,
+        unroll=unroll,
+    )
+    out_tree = analysis.graph.out_tree
+
+    def split(weights, *leaves):
+        return jax.tree.unflatten(out_tree, run(weights, leaves))
+
+    def pack(params):
+        return layout.pack((*params, *analysis.graph.constants))
+
+    options = overlap_options() if any(way.staggers) else {}
+    return _compiled(analysis, split, pack, leaves, way, options)
+
+
+def verify(
+    analysis: Analysis,
+    leaves: Sequence[Array],
+    split: CompiledProgram,
+    unsplit: CompiledProgram,
+) -> float:
+    """Largest difference between two programs' outputs on fresh random inputs.
+
+    Raises:
+      VerificationError: It is larger than the dtypes allow.
+    """
+    worst = 0.0
+    for seed in VERIFIED_SEEDS:
+        fresh = fresh_inputs(leaves, analysis.batch.axes, seed)
+        outputs = [
+            jax.tree.leaves(compiled.program(compiled.weights, *fresh))
+            for compiled in (split, unsplit)
+        ]
+        worst = max(worst, largest_difference(analysis.graph, *outputs))
+    return worst
+
+
+def measure(
+    programs: Sequence[CompiledProgram], leaves: Sequence[Array]
+) -> tuple[MeasuredProgram, ...]:
+    """Times programs in turn on the same inputs."""
+    calls = [partial(compiled.program, compiled.weights, *leaves) for compiled in programs]
+    for call in calls:
+        jax.block_until_ready(call())
+    timings = time_alternately(calls)
+    return tuple(
+        MeasuredProgram(
+            name=compiled.way.name,
+            sizes=compiled.way.sizes,
+            staggers=compiled.way.staggers,
+            predicted_s=compiled.way.predicted_s,
+            measured_s=timing.median_s,
+            spread_s=timing.spread_s,
+            temporary_bytes=compiled.temporary_bytes,
+            weight_bytes=compiled.weight_bytes,
+            compile_s=compiled.compile_s,
+        )
+        for compiled, timing in zip(programs, timings, strict=True)
+    )
+
+
+def _compiled(
+    analysis: Analysis,
+    function: Callable,
+    pack: Callable[[Sequence[Array]], tuple[Array, ...]],
+    leaves: Sequence[Array],
+    way: Way,
+    options: Mapping[str, str | int | bool],
+) -> CompiledProgram:
+    params = jax.tree.leaves(analysis.model.params)
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    start = time.perf_counter()
+    jitted = jax.jit(function, compiler_options=dict(options) or None)
+    program = jitted.lower(jax.eval_shape(pack, params), *shapes).compile()
+    seconds = time.perf_counter() - start
+    weights = pack(params)
+    own = {id(leaf) for leaf in (*params, *analysis.graph.constants)}
+    memory = program.memory_analysis()
+    return CompiledProgram(
+        way=way,
+        program=program,
+        pack=pack,
+        weights=weights,
+        options=options,
+        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+        weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
+        compile_s=seconds,
+    )

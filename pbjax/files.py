@@ -1,0 +1,54 @@
+"""JSON files that are written whole or not at all, and read strictly."""
+
+import os
+from pathlib import Path
+
+from pbjax.errors import FileError, InputError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file through a scratch file beside it; makes its folder if need be.
+
+    Raises:
+      FileError: The file cannot be written; nothing is left behind.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise FileError(
+            f"save({str(path)!r}): {error.strerror or error}; a file in a folder that can be "
+            "written is allowed; choose another path or free the disk"
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read_json[T](path: Path, kind: type[T], remedy: str) -> T:
+    """Reads a file into a dataclass; unknown, missing and mistyped fields are refused.
+
+    Args:
+      path: The file.
+      kind: The dataclass that the whole file is, its `__pydantic_config__` forbidding extra fields.
+      remedy: What is allowed and what to do, for the message.
+
+    Raises:
+      FileError: The file is missing, corrupt, truncated or of a foreign schema; the message names
+        the place.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        found = error.strerror or str(error)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        found = f"{place}: {reason}" if place else reason
+    except InputError as error:
+        found = str(error)
+    raise FileError(f"load({str(path)!r}): {found}; {remedy}")

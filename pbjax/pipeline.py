@@ -1,0 +1,189 @@
+"""`optimize`: from a model to a callable that runs as planned; the order of all other modules."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pbjax.analysis import PROBE_SIZE, Analysis, analyse
+from pbjax.choices import Choice, forced, planned, searched
+from pbjax.classify import class_shares
+from pbjax.contest import Contest, run_contest
+from pbjax.device import Device, find_device
+from pbjax.errors import InputError
+from pbjax.functional import Model
+from pbjax.optimized import Bucket, Optimized
+from pbjax.phases import Phases, Progress
+from pbjax.plan import Plan
+from pbjax.profiling import Profile
+from pbjax.reports import Report
+from pbjax.schedule import timetable
+from pbjax.tables import measured_table
+
+
+def optimize(
+    model: Model,
+    *inputs: object,
+    variables: Mapping[str, object] | None = None,
+    batch_axes: object = 0,
+    split: Sequence[int] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+    buckets: Sequence[int] | None = None,
+    unroll: int = 1,
+    progress: Progress | None = None,
+) -> Optimized:
+    """Plans, compiles, checks and measures a model, split and unsplit, and returns the faster.
+
+    Args:
+      model: An nnx module, a linen module or a JAX function. It is not changed.
+      *inputs: Example inputs of a call: arrays or pytrees of arrays; their shapes, and for the
+        measurements their values, are what is planned for.
+      variables: What `init` of an unbound linen module returned.
+      batch_axes: Like in_axes of vmap: where the batch is in the inputs; None for an input that all
+        rows share.
+      split: Sizes of one to three sub-batches, run even if slower; searched if None.
+      plan: A saved plan, or its file: nothing is searched, and nothing measured unless it was made
+        for another device or version of jax.
+      profile: A measured table, or its file. Rows that it lacks are measured, and saved to it.
+      device: Peak rates for the classes; those of the first device of JAX if None.
+      buckets: Further, smaller batch sizes to compile a program for.
+      unroll: Blocks in one step of the split program's loop.
+      progress: Called as progress(phase, done, total, item).
+
+    Returns:
+      A callable with the model's signature; `.plan` and `.report()` say what was decided and why.
+
+    Raises:
+      InputError: An argument has a wrong value.
+      ModelError: The model cannot run in sub-batches: the message names the operation.
+      VerificationError: The split program's outputs are not the unsplit program's.
+      FileError: A plan or profile file is corrupt.
+    """
+    phases = Phases(progress)
+    device = device or _this_device()
+    with phases.phase("analyse"):
+        analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
+    sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
+    choices = _choices(analysis, leaves, sizes, split, plan, profile, phases)
+    built = {}
+    for size, choice in choices.items():
+        rows = _first_rows(leaves, analysis.batch.axes, size)
+        built[size] = _build(analysis, rows, size, choice, unroll, phases)
+    return Optimized(
+        {size: bucket for size, (bucket, _) in built.items()},
+        analysis.batch,
+        analysis.out_axes,
+        jax.tree.structure(analysis.model.params),
+        replace(built[sizes[-1]][1], phases=phases.finished()),
+    )
+
+
+def _this_device() -> Device:
+    device = jax.devices()[0]
+    return find_device(device.device_kind, num_cores=os.cpu_count() or 1)
+
+
+def _bucket_sizes(
+    batch_size: int,
+    buckets: Sequence[int] | None,
+    split: Sequence[int] | None,
+    plan: object,
+) -> tuple[int, ...]:
+    sizes = tuple(sorted({*(buckets or ()), batch_size}))
+    if sizes[0] < 1 or sizes[-1] > batch_size:
+        raise InputError(
+            f"optimize(buckets={tuple(buckets or ())}): the example has {batch_size} rows; buckets "
+            f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
+        )
+    if len(sizes) > 1 and (split is not None or plan is not None):
+        raise InputError(
+            f"optimize(buckets={sizes}): split= or plan= is given too, which is for one batch "
+            "size; give either; leave out buckets= or the other"
+        )
+    return sizes
+
+
+def _choices(
+    analysis: Analysis,
+    leaves: Sequence[Array],
+    sizes: Sequence[int],
+    split: Sequence[int] | None,
+    plan: Plan | str | os.PathLike[str] | None,
+    profile: Profile | str | os.PathLike[str] | None,
+    phases: Phases,
+) -> dict[int, Choice]:
+    """Which programs to build for each batch size."""
+    if plan is not None:
+        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        return {sizes[-1]: planned(analysis, loaded)}
+    if sizes[-1] == 1:
+        return {1: Choice(reason="a batch of one row cannot be split")}
+    measurements = measured_table(analysis, leaves, profile, phases)
+    if split is not None:
+        return {sizes[-1]: forced(analysis, measurements, split)}
+    with phases.phase("search"):
+        return {size: searched(analysis, measurements, size) for size in sizes}
+
+
+def _first_rows(leaves: Sequence[Array], axes: Sequence[int | None], size: int) -> list[Array]:
+    return [
+        x if axis is None else lax.slice_in_dim(x, 0, size, axis=axis)
+        for x, axis in zip(leaves, axes, strict=True)
+    ]
+
+
+def _build(
+    analysis: Analysis,
+    leaves: Sequence[Array],
+    batch_size: int,
+    choice: Choice,
+    unroll: int,
+    phases: Phases,
+) -> tuple[Bucket, Report]:
+    """Compiles, checks and times the programs for one batch size, and keeps the fastest."""
+    contest = run_contest(analysis, leaves, batch_size, choice, unroll, phases)
+    kept = contest.kept
+    bucket = Bucket(
+        plan=contest.plan,
+        signature=tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+        program=kept.program,
+        pack=kept.pack,
+        weights=kept.weights,
+    )
+    return bucket, _report(analysis, batch_size, choice, contest)
+
+
+def _report(analysis: Analysis, batch_size: int, choice: Choice, contest: Contest) -> Report:
+    measurements = choice.measurements
+    plan = contest.plan
+    return Report(
+        model=analysis.model.name,
+        device_kind=analysis.device.kind,
+        batch_size=batch_size,
+        classes=class_shares(analysis.labels),
+        unknown=tuple(
+            sorted(
+                operation.primitive
+                for operation, label in zip(analysis.graph.operations, analysis.labels, strict=True)
+                if not label.cost.known
+            )
+        ),
+        operations_per_block=len(analysis.program_at(PROBE_SIZE).block.operations),
+        scanned=analysis.scanned,
+        outline=analysis.outline,
+        profile=measurements.profile if measurements else None,
+        rows_measured=measurements.rows_measured if measurements else 0,
+        search=choice.search,
+        timetable=timetable(analysis.outline, plan.staggers) if len(plan.sizes) > 1 else None,
+        programs=contest.programs,
+        plan=plan,
+        phases=(),
+        warnings=choice.warnings,
+    )

@@ -1,0 +1,119 @@
+"""The saved decision: how one model's batch is split on one device, and the figures behind it."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pbjax.errors import InputError
+from pbjax.files import read_json, write_atomically
+from pbjax.schedule import MAX_SUB_BATCHES
+
+SCHEMA_VERSION = 1
+
+type Decision = Literal["split", "unsplit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Seconds of a pass over the batch, for each way to run it; None where it was not found out.
+
+    Attributes:
+      unsplit: The whole batch at once.
+      sequential: The sub-batches one after the other, with the same kernels.
+      split: The sub-batches staggered.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    unsplit: float | None = None
+    sequential: float | None = None
+    split: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a batch is run. Everything but measured, max_difference, reason and date is reproducible.
+
+    Attributes:
+      model: Name of the model, for people.
+      fingerprint: Hash of the traced graph, not of the weights.
+      device_kind: What `jax.Device.device_kind` said.
+      jax: Version of jax.
+      batch_size: Rows of the batch.
+      sizes: Rows of each sub-batch of the split program.
+      staggers: How many stages of the block each sub-batch runs ahead.
+      unroll: Blocks in one step of the loop.
+      compiler_options: Of the split program.
+      decision: Which program runs.
+      reason: Why, in a sentence.
+      digest: SHA-256 of what the search decided from, and of what it decided.
+      predicted: From the measured table.
+      measured: Of the whole programs.
+      max_difference: Largest absolute difference between split and unsplit outputs.
+      date: ISO 8601.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    model: str
+    fingerprint: str
+    device_kind: str
+    jax: str
+    batch_size: int
+    sizes: tuple[int, ...]
+    staggers: tuple[int, ...]
+    unroll: int
+    compiler_options: Mapping[str, str | int | bool]
+    decision: Decision
+    reason: str
+    digest: str
+    predicted: Seconds
+    measured: Seconds
+    max_difference: float | None
+    date: str
+
+    def __post_init__(self):
+        """Refuses sizes that are no split of the batch."""
+        fits = sum(self.sizes) == self.batch_size and len(self.sizes) == len(self.staggers)
+        if not fits or not 1 <= len(self.sizes) <= MAX_SUB_BATCHES or min(self.sizes) < 1:
+            raise InputError(
+                f"Plan(batch_size={self.batch_size}): sizes {self.sizes} with staggers "
+                f"{self.staggers}; one to {MAX_SUB_BATCHES} positive sizes that add up to the "
+                "batch, with as many staggers, are allowed; correct the plan or search again"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all.
+
+        Raises:
+          FileError: The file cannot be written.
+        """
+        file = _File(schema_version=SCHEMA_VERSION, plan=self)
+        write_atomically(Path(path), json.dumps(asdict(file), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan.
+
+        Raises:
+          FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
+            names the place.
+        """
+        remedy = (
+            f"a plan of schema_version {SCHEMA_VERSION} is allowed; restore the file, or leave "
+            "out plan= to search again"
+        )
+        return read_json(Path(path), _File, remedy).plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What a file holds."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    schema_version: Literal[1]
+    plan: Plan

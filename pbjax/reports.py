@@ -1,0 +1,371 @@
+"""What `optimize` found out, as plain data, as text and as a dict. Computes nothing new.
+
+The text has one section for each step, in the order of the pipeline: classes, stages, profile,
+search, timetable, measured, phases, decision.
+"""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from pbjax.device import ResourceClass
+from pbjax.outline import Outline, StageInfo
+from pbjax.plan import Plan
+from pbjax.profiling import Profile
+from pbjax.schedule import PROLOGUE, Slot, Timetable
+from pbjax.search import Candidate, SearchResult
+
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassShare:
+    """What the operations of one resource class amount to.
+
+    Attributes:
+      resource: The class.
+      operations: How many operations.
+      flops: Their FLOPs.
+      bytes: Bytes that they read and write, each on its own.
+      seconds: Their predicted seconds at the device's peak rates.
+    """
+
+    resource: ResourceClass
+    operations: int
+    flops: float
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProgram:
+    """One way to run the batch, compiled and timed.
+
+    Attributes:
+      name: "unsplit", "sequential" or "split".
+      sizes: Rows of each sub-batch.
+      staggers: How many stages each runs ahead.
+      predicted_s: From the profile; None if it was not predicted.
+      measured_s: Median seconds of a pass over the batch.
+      spread_s: Distance of the quartiles.
+      temporary_bytes: What the program needs beside weights, inputs and outputs.
+      weight_bytes: Weights that it holds apart from the user's own.
+      compile_s: Seconds that compiling took.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    staggers: tuple[int, ...]
+    predicted_s: float | None
+    measured_s: float
+    spread_s: float
+    temporary_bytes: int
+    weight_bytes: int
+    compile_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Wall-clock seconds of one step of `optimize`."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that `optimize` found out.
+
+    Attributes:
+      model: Name of the model.
+      device_kind: Of the device it was optimised on.
+      batch_size: Rows of the batch.
+      classes: Operations by resource class.
+      unknown: Primitives whose cost is not known; they count by their bytes.
+      operations_per_block: Operations of one repetition.
+      scanned: Whether the model was a scan already.
+      outline: The stages.
+      profile: The measured table; None if nothing was searched.
+      rows_measured: How many rows of it were measured in this call.
+      search: None if the split was given.
+      timetable: Of the split program; None if there is none.
+      programs: What was compiled and timed.
+      plan: The decision.
+      phases: Where the time went.
+      warnings: Things that changed a result or a cost.
+    """
+
+    model: str
+    device_kind: str
+    batch_size: int
+    classes: tuple[ClassShare, ...]
+    unknown: tuple[str, ...]
+    operations_per_block: int
+    scanned: bool
+    outline: Outline
+    profile: Profile | None
+    rows_measured: int
+    search: SearchResult | None
+    timetable: Timetable | None
+    programs: tuple[MeasuredProgram, ...]
+    plan: Plan
+    phases: tuple[Phase, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as JSON-compatible data, without the search's trajectory."""
+        return {
+            "model": self.model,
+            "device_kind": self.device_kind,
+            "batch_size": self.batch_size,
+            "classes": [asdict(share) for share in self.classes],
+            "unknown_primitives": list(self.unknown),
+            "stages": [asdict(stage) for stage in self.outline.stages],
+            "num_blocks": self.outline.num_blocks,
+            "rows_measured": self.rows_measured,
+            "search": _search_dict(self.search),
+            "programs": [asdict(program) for program in self.programs],
+            "plan": asdict(self.plan),
+            "phases": {phase.name: phase.seconds for phase in self.phases},
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        """All sections that there is something to say in."""
+        sections = (
+            classes_section(self),
+            stages_section(self),
+            profile_section(self),
+            search_section(self),
+            timetable_section(self),
+            programs_section(self),
+            phases_section(self),
+            decision_section(self),
+        )
+        return "\n\n".join(section for section in sections if section)
+
+
+def classes_section(report: Report) -> str:
+    """Operations by resource class with their shares."""
+    totals = [sum(getattr(share, key) for share in report.classes) for key in _SHARED]
+    rows = []
+    for share in report.classes:
+        values = [getattr(share, key) for key in _SHARED]
+        shares = [
+            f"{value / total:.1%}" if total else "-"
+            for value, total in zip(values, totals, strict=True)
+        ]
+        rows.append((share.resource, share.operations, *shares))
+    text = _table(
+        f"{report.model}, batch {report.batch_size}, on {report.device_kind}",
+        ("class", "operations", "FLOPs", "bytes", "predicted time"),
+        rows,
+    )
+    total = f"all: {totals[0] / 1e9:,.1f} GFLOP, {totals[1] / 1e9:,.2f} GB unfused"
+    if report.unknown:
+        total += f"; cost unknown, counted by bytes: {', '.join(report.unknown)}"
+    return f"{text}\n{total}"
+
+
+def stages_section(report: Report) -> str:
+    """Prologue, block and epilogue with their stages."""
+    block = report.outline.block
+    ends = [("prologue", report.outline.prologue), ("epilogue", report.outline.epilogue)]
+    rows = [_stage_row("-", name, stage) for name, stage in ends[:1] if stage]
+    rows += [_stage_row(_letter(i), stage.name, stage) for i, stage in enumerate(block)]
+    rows += [_stage_row("-", name, stage) for name, stage in ends[1:] if stage]
+    how = "one scan" if report.scanned else "equal runs of operations"
+    repeated = f"{report.outline.num_blocks} x a block of {report.operations_per_block} operations"
+    title = f"stages: {repeated} in {len(block)} stages ({how})"
+    if report.outline.num_blocks == 1:
+        title = f"stages: nothing repeats; one block of {report.operations_per_block} operations"
+    return _table(title, ("", "stage", "class", "input", "MFLOP/row", "kB/row", "weights MB"), rows)
+
+
+def profile_section(report: Report) -> str:
+    """Seconds of each different stage by batch size."""
+    if report.profile is None:
+        return ""
+    curves = [(stage, report.profile.curve(stage)) for stage in report.outline.stages]
+    sizes = sorted({size for _, curve in curves for size in curve.sizes})
+    rows = [
+        (stage.name, *(_ms(curve.at(s)) if s in curve.sizes else "-" for s in sizes))
+        for stage, curve in curves
+    ]
+    title = (
+        f"profile: ms by batch size; {report.rows_measured} rows measured now; unique stages "
+        f"{len(curves)} of {report.outline.num_stages_total}"
+    )
+    return _table(title, ("stage", *map(str, sizes)), rows)
+
+
+def search_section(report: Report) -> str:
+    """What the search tried and chose."""
+    result = report.search
+    if result is None:
+        return ""
+    rows = [("best", result.best), ("runner-up", result.runner_up)]
+    rows += [(f"best of {n}", candidate) for n, candidate in sorted(result.by_count.items())]
+    title = (
+        f"search: {result.evaluations:,} evaluations in {result.seconds:.3f} s ({result.policy})"
+    )
+    columns = ("", "split", "staggers", "ms", "items/s", "balance", "bubbles")
+    return _table(title, columns, [_candidate_row(name, c) for name, c in rows if c])
+
+
+def timetable_section(report: Report) -> str:
+    """Which stage of which sub-batch runs in which slot, as text."""
+    timetable = report.timetable
+    if timetable is None:
+        return ""
+    parts = [
+        ("fill", timetable.fill),
+        (f"{timetable.num_blocks - 1} x", timetable.steady),
+        ("drain", timetable.drain),
+    ]
+    lines = []
+    for j, stagger in enumerate(timetable.staggers):
+        cells = [" ".join(_cell(slot, j, timetable) for slot in slots) for _, slots in parts]
+        lines.append((f"{report.plan.sizes[j]} rows, {stagger} ahead", " | ".join(cells)))
+    width = max(len(label) for label, _ in lines)
+    heads = [name.center(3 * len(slots) - 1) for name, slots in parts]
+    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.outline.block))
+    return "\n".join(
+        [
+            f"timetable: < prologue, {letters}, > epilogue; ' = of the next block",
+            f"{'':{width}}  {' | '.join(heads)}",
+            *(f"{label:{width}}  {cells}" for label, cells in lines),
+        ]
+    )
+
+
+def programs_section(report: Report) -> str:
+    """Predicted and measured seconds of what was compiled."""
+    rows = [
+        (
+            program.name,
+            "+".join(map(str, program.sizes)),
+            _ms(program.predicted_s),
+            _ms(program.measured_s),
+            f"{_ms(program.spread_s)}",
+            f"{report.batch_size / program.measured_s:,.1f}",
+            f"{program.temporary_bytes / 1e6:,.1f}",
+            f"{program.weight_bytes / 1e6:,.1f}",
+            f"{program.compile_s:.1f}",
+        )
+        for program in report.programs
+    ]
+    columns = (
+        "program",
+        "sizes",
+        "predicted ms",
+        "measured ms",
+        "spread",
+        "items/s",
+        "temp MB",
+        "extra weights MB",
+        "compile s",
+    )
+    return (
+        _table(f"programs: one pass over {report.batch_size} rows", columns, rows) if rows else ""
+    )
+
+
+def phases_section(report: Report) -> str:
+    """Where the time of `optimize` went."""
+    total = sum(phase.seconds for phase in report.phases)
+    parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in report.phases)
+    return f"phases: {total:.1f} s: {parts}"
+
+
+def decision_section(report: Report) -> str:
+    """Which program runs, and why."""
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    if report.plan.max_difference is not None:
+        difference = f"{report.plan.max_difference:.2e}"
+        lines.append(f"largest difference between split and unsplit outputs: {difference}")
+    lines.append(f"decision: {report.plan.decision}: {report.plan.reason}")
+    return "\n".join(lines)
+
+
+_LEFT = ("stage", "class", "input", "split", "staggers", "sizes")
+_SHARED = ("flops", "bytes", "seconds")
+
+
+def _stage_row(letter: str, name: str, stage: StageInfo) -> tuple[object, ...]:
+    return (
+        letter,
+        name,
+        stage.resource,
+        f"{stage.dtype}{list(stage.shape)}",
+        f"{stage.flops_per_row / 1e6:,.2f}",
+        f"{stage.bytes_per_row / 1e3:,.1f}",
+        f"{stage.weight_bytes / 1e6:,.2f}",
+    )
+
+
+def _candidate_row(name: str, candidate: Candidate) -> tuple[object, ...]:
+    prediction = candidate.prediction
+    return (
+        name,
+        "+".join(map(str, candidate.split.sizes)),
+        ", ".join(map(str, candidate.staggers)),
+        _ms(prediction.makespan_s),
+        f"{prediction.items_per_s:,.1f}",
+        f"{prediction.balance:.2f}",
+        f"{prediction.bubble_fraction:.0%}",
+    )
+
+
+def _search_dict(result: SearchResult | None) -> dict[str, object] | None:
+    if result is None:
+        return None
+    return {
+        "policy": result.policy,
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "digest": result.digest,
+        "best": asdict(result.best),
+        "runner_up": asdict(result.runner_up) if result.runner_up else None,
+    }
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else str(index)
+
+
+def _cell(slot: Slot, sub_batch: int, timetable: Timetable) -> str:
+    for task in slot:
+        if task.sub_batch == sub_batch:
+            if task.stage == PROLOGUE:
+                return "< "
+            if task.stage == timetable.num_stages:
+                return "> "
+            ahead = slot in timetable.steady and task.block == 1
+            return _letter(task.stage) + ("'" if ahead else " ")
+    return ". "
+
+
+def _ms(seconds: float | None) -> str:
+    return (
+        "-"
+        if seconds is None
+        else f"{seconds * 1e3:.3g}"
+        if seconds < 0.1
+        else f"{seconds * 1e3:,.0f}"
+    )
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column in _LEFT else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().split("\n"))

@@ -1,0 +1,134 @@
+"""Split against unsplit, on fresh random inputs, by the one tolerance rule."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jaxtyping import Array
+
+from pallas_kernels.testing import tolerance
+from pbjax.errors import VerificationError
+from pbjax.trace import Graph
+
+CONTRACTIONS = ("dot_general", "conv_general_dilated")
+
+# Integers chosen by comparing floats (argmax, top-k) may flip where two candidates nearly tie.
+FLIPPED_SHARE = 0.01
+
+
+def fresh_inputs(
+    inputs: Sequence[Array], in_axes: Sequence[int | None], seed: int
+) -> tuple[Array, ...]:
+    """Random inputs of the kind of the example.
+
+    Rows are drawn with replacement from the example, the same ones for every input, so that what
+    belongs together (ids and their mask) stays together. Floats are then drawn anew around the
+    example's mean and spread; integers with more than two values are drawn anew from its range.
+
+    Args:
+      inputs: Leaves of the example inputs.
+      in_axes: Batch axis of each, or None: such an input is kept as it is.
+      seed: Of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = [x.shape[axis] for x, axis in zip(inputs, in_axes, strict=True) if axis is not None]
+    rows = rng.integers(0, sizes[0], sizes[0]) if sizes else None
+    fresh = []
+    for x, axis in zip(inputs, in_axes, strict=True):
+        values = np.asarray(x)
+        if axis is not None:
+            values = _redrawn(rng, np.take(values, rows, axis=axis))
+        fresh.append(jnp.asarray(values, x.dtype))
+    return tuple(fresh)
+
+
+def _redrawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+    if values.size == 0 or values.dtype == bool:
+        return values
+    low, high = values.min(), values.max()
+    if np.issubdtype(values.dtype, np.integer):
+        return rng.integers(low, high, values.shape, endpoint=True) if high - low > 1 else values
+    wide = values.astype(np.float64)
+    if not np.all(np.isfinite(wide)) or np.unique(wide).size <= 2:
+        return values  # an additive or multiplicative mask
+    return rng.normal(wide.mean(), wide.std(), values.shape)
+
+
+def largest_difference(graph: Graph, split: Sequence[Array], unsplit: Sequence[Array]) -> float:
+    """Compares the outputs of the two programs.
+
+    Args:
+      graph: What both programs compute; says how long its sums are and how often it rounds.
+      split: Flattened outputs of the split program.
+      unsplit: Flattened outputs of the unsplit program, from the same inputs.
+
+    Returns:
+      The largest absolute difference.
+
+    Raises:
+      VerificationError: An output differs by more than its dtype allows, or in shape or dtype.
+    """
+    worst = 0.0
+    for index, (a, b) in enumerate(zip(split, unsplit, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise VerificationError(
+                f"optimize: output {index} of the split program is {a.dtype}{list(a.shape)}, of "
+                f"the unsplit program {b.dtype}{list(b.shape)}; both must be alike; this is a "
+                "fault of pbjax: please report the model"
+            )
+        worst = max(worst, _difference(graph, index, np.asarray(a), np.asarray(b)))
+    return worst
+
+
+def _difference(graph: Graph, index: int, split: np.ndarray, unsplit: np.ndarray) -> float:
+    if not jnp.issubdtype(split.dtype, jnp.floating):
+        found, allowed = float(np.mean(split != unsplit)), FLIPPED_SHARE
+    else:
+        a, b = split.astype(np.float64), unsplit.astype(np.float64)
+        unlike = np.isfinite(a) != np.isfinite(b)
+        finite = np.isfinite(a) & np.isfinite(b)
+        error = np.abs(np.where(finite, a - b, 0.0))
+        found = float("inf") if unlike.any() else float(error.max(initial=0.0))
+        allowed = _allowed(graph, split.dtype, float(np.abs(b[finite]).max(initial=0.0)))
+    if found > allowed:
+        raise VerificationError(
+            f"optimize: output {index} of the split program differs by {found:.3g} from the "
+            f"unsplit program; {allowed:.3g} is allowed for {split.dtype}; keep the unsplit model, "
+            "and please report it"
+        )
+    return found
+
+
+def _allowed(graph: Graph, dtype: np.dtype, magnitude: float) -> float:
+    found = [c for operation in graph.operations for c in _contractions(operation.equation)]
+    bound = tolerance(
+        dtype,
+        reduction=max((length for length, _ in found), default=1),
+        magnitude=magnitude,
+        roundings=max(len(found), 1),
+        inner_dtype=max(
+            [dtype, *(_rounds_to(d) for _, d in found)], key=lambda d: jnp.finfo(d).eps
+        ),
+    )
+    return bound.absolute + bound.relative * magnitude
+
+
+def _contractions(equation: JaxprEqn) -> list[tuple[int, np.dtype]]:
+    """(Length of the last axis, dtype) of every contraction that an equation runs, in loops too."""
+    if equation.primitive.name in CONTRACTIONS:
+        operand = equation.invars[0].aval
+        return [(operand.shape[-1] if operand.shape else 1, operand.dtype)]
+    inner = [
+        c for body in jaxprs_in_params(equation.params) for e in body.eqns for c in _contractions(e)
+    ]
+    return inner * equation.params.get("length", 1) if equation.primitive.name == "scan" else inner
+
+
+def _rounds_to(dtype: np.dtype) -> np.dtype:
+    """What a contraction rounds its operands to: on a GPU float32 means TF32, 10 bits as in f16."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float32)
+    on_tensor_cores = jax.default_backend() == "gpu" and dtype == np.float32
+    return np.dtype(np.float16) if on_tensor_cores else dtype
