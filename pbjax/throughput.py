@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
@@ -87,6 +88,23 @@ class Evaluator:
     def saves_nothing(self) -> bool:
         """Whether no two stages of the program were measured together."""
         return not self._pairs
+
+    @property
+    def smallest_size(self) -> int:
+        """The smallest sub-batch that every stage's seconds are known of."""
+        smallest = max(curve.sizes[0] for curve in self._curves if curve)
+        return smallest if smallest > measured_size(1) else 1
+
+    @property
+    def kinks(self) -> tuple[int, ...]:
+        """Batch sizes where the predicted seconds may bend or jump, ascending."""
+        kinks = {size for curve in self._curves if curve for size in curve.sizes}
+        for batch_sizes in self._pairs:
+            sizes = sorted({size for pair in batch_sizes for size in pair})
+            # Between two measured sizes the nearer one changes at their geometric mean.
+            means = [math.isqrt(a * b) for a, b in pairwise(sizes)]
+            kinks.update(means, [mean + 1 for mean in means])
+        return tuple(sorted(kinks))
 
     def evaluate(self, split: Split, staggers: tuple[int, ...]) -> Prediction:
         """Predicts one split.
