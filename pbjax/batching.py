@@ -270,7 +270,7 @@ def _equal(value: object, other: object) -> bool:
     return value is other or bool(np.all(value == other))
 
 
-def _plain(step: Step, fact: Fact) -> Fact:
+def _plain(step: Step, fact: Fact) -> Layout | None:
     """A fact as it may enter a loop or branch."""
     if isinstance(fact, Constant):
         if fact.varies:
@@ -281,16 +281,16 @@ def _plain(step: Step, fact: Fact) -> Fact:
     return fact
 
 
-def _merged(step: Step, first: Fact, second: Fact) -> Fact:
+def _merged(step: Step, fact: Fact, other: Fact) -> Layout | None:
     """What is known of a value that is one of two."""
-    first, second = _plain(step, first), _plain(step, second)
+    first, second = _plain(step, fact), _plain(step, other)
     if first == second:
         return first
     if first is None or second is None:
         step.refuse("holds a value that has rows at one time and none at another")
-    if Kind.UNIFORM in (first.kind, second.kind) and first.rows.axis == second.rows.axis:
-        return first if second.kind == Kind.UNIFORM else second
-    return step.refuse("moves the rows of a value from one place to another")
+    if Kind.UNIFORM not in (first.kind, second.kind) or first.rows.axis != second.rows.axis:
+        step.refuse("moves the rows of a value from one place to another")
+    return first if second.kind == Kind.UNIFORM else second
 
 
 def _results(walk: _Walk, bodies: tuple[Graph, Graph], facts: Sequence[Fact]) -> list[Fact]:
@@ -300,15 +300,16 @@ def _results(walk: _Walk, bodies: tuple[Graph, Graph], facts: Sequence[Fact]) ->
 
 
 def _settled(
-    walk: _Walk, step: Step, carry: list[Fact], run: Callable[[list[Fact]], list[Fact]]
+    step: Step, start: Sequence[Fact], run: Callable[[Sequence[Fact]], list[Fact]]
 ) -> list[Fact]:
     """Runs a loop's body until what is known of its carry changes no more; returns all its results.
 
     A fact changes at most from uniform to data, so each carried value costs at most one more run.
     """
+    carry = list(start)
     while True:
         results = run(carry)
-        merged = [_merged(step, a, b) for a, b in zip(carry, results, strict=False)]
+        merged: list[Fact] = [_merged(step, a, b) for a, b in zip(carry, results, strict=False)]
         if merged == carry:
             return [*merged, *results[len(carry) :]]
         carry = merged
@@ -321,17 +322,17 @@ def _scan(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     first_xs = len(roles.consts) + len(roles.carry)
     consts, carry = facts[: len(roles.consts)], facts[len(roles.consts) : first_xs]
     xs = facts[first_xs:]
-    bodies = body_graph(step.params["jaxpr"]), body_graph(step.twin.params["jaxpr"])
+    bodies = body_graph(step.params["jaxpr"]), body_graph(step.twin_params["jaxpr"])
     if any(layout is not None and layout.rows.axis == 0 for layout in xs):
         if carry or any(consts) or any(_rows(layout) != Rows(axis=0) for layout in xs):
             step.refuse("goes through the rows one after the other and lets them meet")
         _results(walk, bodies, [None] * len(facts))
         return (Layout(rows=Rows(axis=0)),) * len(step.operation.outputs)
-    if step.params["length"] != step.twin.params["length"]:
+    if step.params["length"] != step.twin_params["length"]:
         step.refuse("loops as many times as there are rows")
     steps = [_shifted(layout, -1) for layout in xs]
     results = _settled(
-        walk, step, carry, lambda carried: _results(walk, bodies, [*consts, *carried, *steps])
+        step, carry, lambda carried: _results(walk, bodies, [*consts, *carried, *steps])
     )
     ys = [_shifted(_plain(step, fact), 1) for fact in results[len(carry) :]]
     return (*results[: len(carry)], *ys)
@@ -344,14 +345,13 @@ def _shifted(layout: Fact, by: int) -> Fact:
 
 
 def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    params, twin = step.params, step.twin.params
+    params, twin = step.params, step.twin_params
     facts = [_plain(step, fact) for fact in step.facts]
     num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
     tests, consts = facts[:num_test], facts[num_test : num_test + num_body]
     body = body_graph(params["body_jaxpr"]), body_graph(twin["body_jaxpr"])
     test = body_graph(params["cond_jaxpr"]), body_graph(twin["cond_jaxpr"])
     carry = _settled(
-        walk,
         step,
         facts[num_test + num_body :],
         lambda carried: _results(walk, body, [*consts, *carried]),
@@ -362,7 +362,7 @@ def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
 
 def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     facts = [_plain(step, fact) for fact in step.facts]
-    pairs = zip(step.params["branches"], step.twin.params["branches"], strict=True)
+    pairs = zip(step.params["branches"], step.twin_params["branches"], strict=True)
     merged: list[Fact] | None = None
     for branch, twin in pairs:
         results = _results(walk, (body_graph(branch), body_graph(twin)), facts[1:])

@@ -7,11 +7,22 @@ number, is refused. The rules have the form of those in `batching_rules`.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
-from pbjax.batching_layout import Constant, Fact, Kind, Layout, Rows, Step, join, scaling_axis
+from pbjax.batching_layout import (
+    Constant,
+    Fact,
+    Kind,
+    Layout,
+    Rows,
+    Step,
+    join,
+    main_rows,
+    scaling_axis,
+)
 from pbjax.batching_rules import RULES, Located, Rule
 
 
@@ -43,17 +54,13 @@ def generate(step: Step) -> tuple[Fact, ...]:
 def fold(step: Step) -> tuple[Fact, ...] | None:
     """Computes an operation on known scalars; None where that is not possible."""
     compute = _FOLDED.get(step.operation.primitive)
-    if compute is None or not all(isinstance(fact, Constant) for fact in step.facts):
+    known = [fact for fact in step.facts if isinstance(fact, Constant)]
+    if compute is None or len(known) < len(step.facts):
         return None
-    aval = step.operation.equation.outvars[0].aval
-    values = compute(*(np.asarray(f.value) for f in step.facts))
-    probe_values = compute(*(np.asarray(f.probe_value) for f in step.facts))
-    return (
-        Constant(
-            value=np.asarray(values).astype(aval.dtype),
-            probe_value=np.asarray(probe_values).astype(aval.dtype),
-        ),
-    )
+    dtype = getattr(step.operation.equation.outvars[0].aval, "dtype", None)
+    value = np.asarray(compute(*(fact.value for fact in known)))
+    probe_value = np.asarray(compute(*(fact.probe_value for fact in known)))
+    return (Constant(value=value.astype(dtype), probe_value=probe_value.astype(dtype)),)
 
 
 _FOLDED: Mapping[str, Callable] = {
@@ -106,7 +113,7 @@ def _data_inputs(step: Step) -> tuple[int, ...]:
     return (0, 2) if len(step.facts) == 3 else (0,)
 
 
-def _number(fact: Fact, kind: Kind = Kind.ROW_NUMBER) -> bool:
+def _number(fact: Fact, kind: Kind = Kind.ROW_NUMBER) -> TypeGuard[Layout]:
     return isinstance(fact, Layout) and fact.kind == kind
 
 
@@ -141,9 +148,10 @@ def _keep(step: Step) -> Fact:
 def _move(rule: str) -> Callable[[Step], Fact]:
     def number_rule(step: Step) -> Fact:
         fact = step.facts[0]
-        if fact.kind == Kind.INDICES:
+        if not isinstance(fact, Layout) or fact.kind == Kind.INDICES:
             return None
-        return Layout(rows=RULES[rule](step, (fact.rows,))[0], kind=fact.kind)
+        (rows,) = RULES[rule](step, (fact.rows,))
+        return Layout(rows=rows, kind=fact.kind) if rows is not None else None
 
     return number_rule
 
@@ -184,10 +192,10 @@ _NUMBER_RULES: Mapping[str, Callable[[Step], Fact]] = {
 
 
 def _slice(step: Step, rows: Located) -> Located:
-    found, params = rows[0], step.params
+    found, params = main_rows(step, rows), step.params
     rank = len(step.shapes[0])
     starts, limits = params["start_indices"], params["limit_indices"]
-    twin_starts = step.twin.params["start_indices"]
+    twin_starts = step.twin_params["start_indices"]
     strides = params["strides"] or (1,) * rank
     if any(starts[i] != twin_starts[i] for i in range(rank) if i != found.axis):
         step.refuse("starts at a position that changes with the batch size")
@@ -209,7 +217,7 @@ def _segment(step: Step, found: Rows, start: int, limit: int) -> Rows:
 
 
 def _split(step: Step, rows: Located) -> Located:
-    found = rows[0]
+    found = main_rows(step, rows)
     if step.params["axis"] != found.axis:
         return step.same(found)
     stops = np.cumsum([0, *step.params["sizes"]]).tolist()
@@ -217,8 +225,8 @@ def _split(step: Step, rows: Located) -> Located:
 
 
 def _dynamic_slice(step: Step, rows: Located) -> Located:
-    found = rows[0]
-    if found is None or step.params["slice_sizes"][found.axis] != step.shapes[0][found.axis]:
+    found = main_rows(step, rows)
+    if step.params["slice_sizes"][found.axis] != step.shapes[0][found.axis]:
         step.refuse("reads some rows of the batch only")
     return (found,)
 
@@ -233,67 +241,64 @@ def _gather(step: Step, rows: Located) -> Located:
     operand, indices = rows
     numbers = step.params["dimension_numbers"]
     offset = [int(axis) for axis in numbers.offset_dims]
-    rank = len(step.out_shapes[0])
-    batch = [axis for axis in range(rank) if axis not in offset]
-    if indices is not None and indices.axis >= len(batch):
-        step.refuse("takes the rows of its indices as one index vector")
-    if operand is None:
-        if _row_columns(step):
+    batch = [axis for axis in range(len(step.out_shapes[0])) if axis not in offset]
+    if indices is not None:
+        if indices.axis >= len(batch):
+            step.refuse("takes the rows of its indices as one index vector")
+        own = ("operand_batching_dims", "start_indices_batching_dims")
+        if operand is None and _row_columns(step):
             step.refuse("looks up the numbers of the rows in an array that all rows share")
-        return (indices.moved(batch[indices.axis]),)
-    if _own_rows(step, operand, indices, "operand_batching_dims", "start_indices_batching_dims"):
-        return (indices.moved(batch[indices.axis]),)
-    if _by_number(step, operand, indices, numbers.start_index_map):
-        return (indices.moved(batch[indices.axis]),)
-    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    full = step.params["slice_sizes"][operand.axis] == step.shapes[0][operand.axis]
-    if indices is not None or operand.axis in numbers.start_index_map or not full:
+        if operand is None or _pairs(step, operand, indices, own, numbers.start_index_map):
+            return (indices.moved(batch[indices.axis]),)
         step.refuse(f"looks up entries along axis {operand.axis}, the batch")
+    found = main_rows(step, rows)
+    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    full = step.params["slice_sizes"][found.axis] == step.shapes[0][found.axis]
+    if found.axis in (*numbers.start_index_map, *removed) or not full:
+        step.refuse(f"looks up entries along axis {found.axis}, the batch")
     window = [axis for axis in range(len(step.shapes[0])) if axis not in removed]
-    return (operand.moved(offset[window.index(operand.axis)]),)
+    return (found.moved(offset[window.index(found.axis)]),)
 
 
 def _row_columns(step: Step) -> frozenset[int]:
     return _columns(step.facts[1], step.shapes[1])
 
 
-def _own_rows(step: Step, operand: Rows, indices: Rows | None, own: str, other: str) -> bool:
-    """Whether a gather or scatter pairs each row of the operand with that row of the indices."""
-    numbers = step.params["dimension_numbers"]
-    batching = list(getattr(numbers, own))
-    if indices is None or operand.axis not in batching or _row_columns(step):
-        return False
-    partner = getattr(numbers, other)[batching.index(operand.axis)]
-    return indices == operand.moved(int(partner))
+def _pairs(
+    step: Step, operand: Rows, indices: Rows, own: tuple[str, str], index_map: Sequence
+) -> bool:
+    """Whether a gather or scatter takes each row of the operand by that row of the indices.
 
-
-def _by_number(step: Step, operand: Rows, indices: Rows | None, index_map: tuple) -> bool:
-    """Whether a gather or scatter takes, for each row, the entry at the number of the row."""
-    if indices is None or (operand.outer, operand.inner) != (1, 1):
-        return False
-    columns = {int(index_map[column]) for column in _row_columns(step)}
-    return columns == {operand.axis}
+    Either the two axes are batching dimensions of each other, or the indices hold, for the
+    operand's batch axis and no other, the number of the row.
+    """
+    numbers, columns = step.params["dimension_numbers"], _row_columns(step)
+    batching, partners = (list(getattr(numbers, name)) for name in own)
+    if operand.axis in batching and not columns:
+        return indices == operand.moved(int(partners[batching.index(operand.axis)]))
+    by_number = {int(index_map[column]) for column in columns} == {operand.axis}
+    return by_number and (operand.outer, operand.inner) == (1, 1)
 
 
 def _scatter(step: Step, rows: Located) -> Located:
-    operand, indices, updates = rows
+    operand, indices, updates = main_rows(step, rows), rows[1], rows[2]
     numbers = step.params["dimension_numbers"]
-    if operand is None:
-        step.refuse("writes rows into an array that all rows share")
+    index_map = numbers.scatter_dims_to_operand_dims
     window = [int(axis) for axis in numbers.update_window_dims]
-    places = [axis for axis in range(len(step.shapes[2])) if axis not in window]
-    own = _own_rows(
-        step, operand, indices, "operand_batching_dims", "scatter_indices_batching_dims"
-    ) or _by_number(step, operand, indices, numbers.scatter_dims_to_operand_dims)
-    if own and updates == indices.moved(places[indices.axis]):
-        return (operand,)
-    removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [axis for axis in range(len(step.shapes[0])) if axis not in removed]
-    at_number = operand.axis in numbers.scatter_dims_to_operand_dims
-    if indices is not None or at_number or operand.axis not in kept:
-        step.refuse(f"writes to positions along axis {operand.axis}, the batch")
-    if updates != operand.moved(window[kept.index(operand.axis)]):
-        step.refuse("writes updates whose rows lie differently")
+    if indices is not None:
+        own = ("operand_batching_dims", "scatter_indices_batching_dims")
+        places = [axis for axis in range(len(step.shapes[2])) if axis not in window]
+        if not _pairs(step, operand, indices, own, index_map):
+            step.refuse(f"writes to positions along axis {operand.axis}, the batch")
+        expected = indices.moved(places[indices.axis])
+    else:
+        removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        if operand.axis in (*removed, *index_map):
+            step.refuse(f"writes to positions along axis {operand.axis}, the batch")
+        kept = [axis for axis in range(len(step.shapes[0])) if axis not in removed]
+        expected = operand.moved(window[kept.index(operand.axis)])
+    if updates != expected:
+        step.refuse("writes updates whose rows lie elsewhere than those it writes to")
     return (operand,)
 
 

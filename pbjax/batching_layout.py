@@ -6,13 +6,12 @@ inputs to those of its outputs. The rules of the single primitives are in `batch
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from typing import Never
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from pbjax.errors import ModelError
 from pbjax.trace import Operation, describe
@@ -107,19 +106,24 @@ class Step:
         return self.operation.params
 
     @property
+    def twin_params(self) -> Mapping:
+        """The parameters of the primitive, in the probe."""
+        return self.twin.params
+
+    @property
     def shapes(self) -> tuple[Shape, ...]:
         """Shapes of the inputs in the graph."""
-        return tuple(atom.aval.shape for atom in self.operation.equation.invars)
+        return _shapes(self.operation.equation.invars)
 
     @property
     def out_shapes(self) -> tuple[Shape, ...]:
         """Shapes of the outputs in the graph."""
-        return _out_shapes(self.operation.equation)
+        return _shapes(self.operation.equation.outvars)
 
     @property
     def twin_out_shapes(self) -> tuple[Shape, ...]:
         """Shapes of the outputs in the probe."""
-        return _out_shapes(self.twin.equation)
+        return _shapes(self.twin.equation.outvars)
 
     def refuse(self, found: str) -> Never:
         """Raises the ModelError that names the operation."""
@@ -139,8 +143,8 @@ class Step:
             )
 
 
-def _out_shapes(equation: JaxprEqn) -> tuple[Shape, ...]:
-    return tuple(var.aval.shape for var in equation.outvars)
+def _shapes(atoms: Sequence) -> tuple[Shape, ...]:
+    return tuple(atom.aval.shape for atom in atoms)
 
 
 def refuse(what: str, found: str) -> Never:
@@ -165,15 +169,22 @@ def fits(
     return shape == tuple(expected) and twin_shape == tuple(twin_expected)
 
 
-def join(step: Step, rows: tuple[Rows | None, ...]) -> Rows | None:
-    """The rows of a result that pairs its operands element by element."""
+def main_rows(step: Step, rows: tuple[Rows | None, ...]) -> Rows:
+    """The rows of the first operand, where the others only say what to do with it."""
+    if rows[0] is None:
+        step.refuse("works on an array that all rows share, differently for each row")
+    return rows[0]
+
+
+def join(step: Step, rows: tuple[Rows | None, ...]) -> Rows:
+    """The rows of a result that pairs its operands element by element; some operand has rows."""
     found = [r for r in rows if r is not None]
     if any(r != found[0] for r in found):
         step.refuse(
             "combines values whose rows lie differently "
             f"(axis {', '.join(str(r.axis) for r in found)}), so different rows meet"
         )
-    return found[0] if found else None
+    return found[0]
 
 
 def scaling_axis(shape: Shape, twin_shape: Shape) -> int | None:

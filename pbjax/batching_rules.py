@@ -8,7 +8,7 @@ gathers and scatters are in `batching_indexing`, loops and branches in `batching
 from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsInt
 
-from pbjax.batching_layout import Rows, Step, join, reshaped
+from pbjax.batching_layout import Rows, Step, join, main_rows, reshaped
 
 type Located = tuple[Rows | None, ...]
 type Rule = Callable[[Step, Located], Located]
@@ -64,35 +64,38 @@ def _along(name: str, verb: str) -> Rule:
 
 
 def _rev(step: Step, rows: Located) -> Located:
-    if rows[0].axis in step.params["dimensions"]:
-        step.refuse(f"reverses axis {rows[0].axis}, the batch")
+    found = main_rows(step, rows)
+    if found.axis in step.params["dimensions"]:
+        step.refuse(f"reverses axis {found.axis}, the batch")
     return rows
 
 
 def _transpose(step: Step, rows: Located) -> Located:
-    return (rows[0].moved(list(step.params["permutation"]).index(rows[0].axis)),)
+    found = main_rows(step, rows)
+    return (found.moved(list(step.params["permutation"]).index(found.axis)),)
 
 
 def _squeeze(step: Step, rows: Located) -> Located:
-    return (rows[0].moved(_without(rows[0].axis, step.params["dimensions"])),)
+    found = main_rows(step, rows)
+    return (found.moved(_without(found.axis, step.params["dimensions"])),)
 
 
 def _reshape(step: Step, rows: Located) -> Located:
     shape, new_shape = step.shapes[0], step.out_shapes[0]
-    moved = reshaped(rows[0], shape, new_shape, step.batch_size)
+    found = main_rows(step, rows)
+    moved = reshaped(found, shape, new_shape, step.batch_size)
     if moved is None or step.params["dimensions"] is not None:
-        step.refuse(
-            f"from {shape} to {new_shape} merges the batch (axis {rows[0].axis}) into others"
-        )
+        step.refuse(f"from {shape} to {new_shape} merges the batch (axis {found.axis}) into others")
     return (moved,)
 
 
 def _broadcast_in_dim(step: Step, rows: Located) -> Located:
-    return (rows[0].moved(int(step.params["broadcast_dimensions"][rows[0].axis])),)
+    found = main_rows(step, rows)
+    return (found.moved(int(step.params["broadcast_dimensions"][found.axis])),)
 
 
 def _tile(step: Step, rows: Located) -> Located:
-    found = rows[0]
+    found = main_rows(step, rows)
     outer = found.outer * int(step.params["reps"][found.axis])
     return (Rows(axis=found.axis, outer=outer, inner=found.inner),)
 
@@ -118,16 +121,17 @@ def _stack(step: Step, rows: Located) -> Located:
 
 
 def _unstack(step: Step, rows: Located) -> Located:
-    axis = step.params["axis"]
-    if rows[0].axis == axis:
+    axis, found = step.params["axis"], main_rows(step, rows)
+    if found.axis == axis:
         step.refuse(f"takes axis {axis}, the batch, apart")
-    return step.same(rows[0].moved(_without(rows[0].axis, (axis,))))
+    return step.same(found.moved(_without(found.axis, (axis,))))
 
 
 def _pad(step: Step, rows: Located) -> Located:
-    if rows[0] is None or tuple(step.params["padding_config"][rows[0].axis]) != (0, 0, 0):
-        step.refuse("pads the batch")
-    return (rows[0],)
+    found = main_rows(step, rows)
+    if tuple(step.params["padding_config"][found.axis]) != (0, 0, 0):
+        step.refuse(f"pads axis {found.axis}, the batch")
+    return (found,)
 
 
 def _dot_general(step: Step, rows: Located) -> Located:
@@ -166,9 +170,10 @@ def _conv(step: Step, rows: Located) -> Located:
     numbers = step.params["dimension_numbers"]
     if rows[1] is not None:
         step.refuse("has another kernel for every row, which is not supported")
-    if rows[0].axis != numbers.lhs_spec[0] or step.params["batch_group_count"] != 1:
-        step.refuse(f"convolves over axis {rows[0].axis}, the batch")
-    return (rows[0].moved(numbers.out_spec[0]),)
+    found = main_rows(step, rows)
+    if found.axis != numbers.lhs_spec[0] or step.params["batch_group_count"] != 1:
+        step.refuse(f"convolves over axis {found.axis}, the batch")
+    return (found.moved(numbers.out_spec[0]),)
 
 
 def _window(step: Step, rows: Located) -> Located:
