@@ -1,0 +1,170 @@
+"""The command line: `pbjax convert` and `pbjax optimize`.
+
+Results go to stdout, progress and warnings to stderr. Imports stand inside the commands, so that
+--help answers at once. Exit codes: 0 done; 1 a model, plan or device that cannot be used; 2 a wrong
+argument or file; 3 an unsupported configuration; 4 tensors that do not fit; 5 a numeric check.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@app.callback()
+def main() -> None:
+    """Higher Transformer inference throughput on one GPU by staggered sub-batches."""
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    target: Annotated[Path, typer.Argument(help="The Orbax checkpoint to write; must not exist.")],
+    dtype: Annotated[str | None, typer.Option(help="Store weights as this dtype.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Inputs and outputs to check against (.npz).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a Hugging Face folder into a checkpoint that loads without transposing."""
+    from pbjax.progress import ProgressPrinter
+
+    with _exit_codes():
+        models = import_module("models")
+        with ProgressPrinter() as progress:
+            report = models.convert(
+                source,
+                target,
+                dtype,
+                reference=reference,
+                report=(lambda line: None) if as_json else print,
+                progress=lambda done, total: progress("convert", done, total, "bytes"),
+            )
+        if as_json:
+            print(json.dumps(report.as_dict(), default=str))
+
+
+@app.command()
+def optimize(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or one of pbjax convert.")],
+    texts: Annotated[Path, typer.Option(help="Sentences to embed, one a line.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sentences in a batch.")] = 96,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sentence, padded.")] = 64,
+    dtype: Annotated[str | None, typer.Option(help="Of weights and activations.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Sizes to run instead of searching, such as 48,32,16.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured table to read and complete.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan to run instead of searching.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    exhaustive: Annotated[
+        bool, typer.Option(help="Also predict every split, to check the search.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Optimise a text encoder for a batch of sentences, and embed them."""
+    from pbjax.progress import ProgressPrinter
+
+    with _exit_codes(), ProgressPrinter() as progress:
+        sizes = _sizes(split)
+        say = (lambda text: None) if as_json else print
+        models = import_module("models")
+        from pbjax import texts as text
+        from pbjax.pipeline import optimize as run
+        from pbjax.search import search
+
+        sentences = text.read_sentences(texts, batch)
+        encoder = models.load(
+            model,
+            dtype,
+            verify=True,
+            report=say,
+            progress=lambda done, total: progress("load", done, total, "bytes"),
+        )
+        encoded = text.encode(models.load_tokenizer(model), sentences, seq)
+        inputs = (encoded.input_ids, encoded.attention_mask)
+        fast = run(encoder, *inputs, split=sizes, profile=profile, plan=plan, progress=progress)
+        report = fast.report()
+        say(f"\n{report}")
+        if exhaustive and report.profile is not None:
+            progress("exhaustive search", 0, 1, "")
+            found = search(report.outline, report.profile, batch, policy="exhaustive")
+            say(_exhaustive_line(report.search, found))
+        if save_plan is not None:
+            fast.plan.save(save_plan)
+        hidden = fast(*inputs).last_hidden_state
+        embeddings = text.sentence_embeddings(_numpy(hidden), encoded.attention_mask)
+        pairs = text.most_similar(sentences, embeddings, 3)
+        say(f"\nthe three most similar of {batch} sentences:")
+        for pair in pairs:
+            say(f"  {pair.cosine:.3f}  {pair.first}\n         {pair.second}")
+        if as_json:
+            found = [{"cosine": p.cosine, "first": p.first, "second": p.second} for p in pairs]
+            print(json.dumps({**report.to_dict(), "similar": found}))
+        elif save_plan is not None:
+            print(f"plan written to {save_plan}")
+
+
+def _sizes(split: str | None) -> tuple[int, ...] | None:
+    if split is None:
+        return None
+    try:
+        return tuple(int(size) for size in split.split(","))
+    except ValueError as error:
+        raise InputError(
+            f"--split {split}: not numbers; one to three sizes joined by commas are allowed; "
+            "write for instance --split 48,32,16"
+        ) from error
+
+
+def _exhaustive_line(searched, exhaustive) -> str:
+    best = exhaustive.best
+    sizes = "+".join(map(str, best.split.sizes))
+    line = (
+        f"exhaustive optimum: {sizes}, {best.prediction.makespan_s * 1e3:.3g} ms, "
+        f"{exhaustive.evaluations:,} evaluations in {exhaustive.seconds:.1f} s"
+    )
+    if searched is None:
+        return line
+    excess = searched.best.prediction.makespan_s / best.prediction.makespan_s - 1
+    return f"{line}; the search is {excess:.2%} above it"
+
+
+def _numpy(array):
+    import numpy as np
+
+    return np.asarray(array)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns the errors that are raised on purpose into one line on stderr and an exit code."""
+    try:
+        yield
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+def _exit_code(error: Exception) -> int | None:
+    if isinstance(error, VerificationError):
+        return 5
+    if isinstance(error, InputError | FileError):
+        return 2
+    return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)

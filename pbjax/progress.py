@@ -1,0 +1,76 @@
+"""Progress of long jobs on stderr: a bar on a terminal, else a plain line every five seconds."""
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+PLAIN_INTERVAL_S = 5.0
+
+
+class ProgressPrinter:
+    """Shows phase, done of total, elapsed, time left and the current item; a context manager.
+
+    Call it as progress(phase, done, total, item), as `optimize` does.
+    """
+
+    def __init__(self, stream: TextIO = sys.stderr):
+        """Prints to the stream once entered."""
+        self._stream = stream
+        self._bar = _bar() if stream.isatty() else None
+        self._task = None
+        self._state = ("", 0, 1, "")
+        self._began = time.monotonic()
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> "ProgressPrinter":
+        """Starts to print."""
+        (self._bar or self._ticker).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops, and takes the bar away."""
+        self._stop.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, phase: str, done: int, total: int, item: str) -> None:
+        """Notes where the job is."""
+        if phase != self._state[0]:
+            self._began = time.monotonic()
+        self._state = (phase, done, total, item)
+        if self._bar is None:
+            return
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        elapsed = f"{time.monotonic() - self._began:.0f} s{self._left()}"
+        self._task = self._bar.add_task(f"{phase} {elapsed} {item}", total=total, completed=done)
+
+    def _tick(self) -> None:
+        while not self._stop.wait(PLAIN_INTERVAL_S):
+            phase, done, total, item = self._state
+            elapsed = time.monotonic() - self._began
+            line = f"{phase}: {done} of {total}, {elapsed:.0f} s{self._left()} {item}"
+            print(line.rstrip(), file=self._stream, flush=True)
+
+    def _left(self) -> str:
+        _, done, total, _ = self._state
+        if not 0 < done < total:
+            return ""
+        elapsed = time.monotonic() - self._began
+        return f", about {elapsed / done * (total - done):.0f} s left"
+
+
+def _bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,0 +1,97 @@
+"""Sentences into a text encoder, and its outputs into sentence embeddings: the demo's two ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from pbjax.errors import FileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """Tokenized sentences.
+
+    Attributes:
+      input_ids: Token ids, padded at the end.
+      attention_mask: 1 for a token, 0 for padding.
+    """
+
+    input_ids: Int[np.ndarray, "B T"]
+    attention_mask: Int[np.ndarray, "B T"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimilarPair:
+    """Two sentences and the cosine of their embeddings."""
+
+    first: str
+    second: str
+    cosine: float
+
+
+def read_sentences(path: Path, count: int) -> list[str]:
+    """The first sentences of a text file, one a line; empty lines do not count.
+
+    Raises:
+      FileError: The file cannot be read or has too few lines.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            f"--texts {path}: {error}; a UTF-8 text file with one sentence a line is allowed; "
+            "give another file"
+        ) from error
+    sentences = [line for line in lines if line]
+    if len(sentences) < count:
+        raise FileError(
+            f"--texts {path}: {len(sentences)} sentences; {count} are needed for the batch; lower "
+            "--batch or add lines"
+        )
+    return sentences[:count]
+
+
+def encode(tokenizer, sentences: Sequence[str], seq_len: int) -> Encoded:
+    """Tokenizes sentences, cut and padded to one length.
+
+    Args:
+      tokenizer: A `tokenizers.Tokenizer`; its truncation and padding are set.
+      sentences: The texts.
+      seq_len: Tokens per sentence.
+    """
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len)
+    encoded = tokenizer.encode_batch(list(sentences))
+    return Encoded(
+        input_ids=np.array([e.ids for e in encoded], np.int32),
+        attention_mask=np.array([e.attention_mask for e in encoded], np.int32),
+    )
+
+
+def sentence_embeddings(
+    hidden: Float[np.ndarray, "B T D"], mask: Int[np.ndarray, "B T"]
+) -> Float[np.ndarray, "B D"]:
+    """Means of the token vectors over the mask, scaled to length one.
+
+    Source: Reimers and Gurevych 2019, section 3 (mean pooling).
+    """
+    weights = mask[:, :, None].astype(np.float32)
+    means = (hidden.astype(np.float32) * weights).sum(axis=1) / weights.sum(axis=1)
+    return means / np.linalg.norm(means, axis=1, keepdims=True)
+
+
+def most_similar(
+    sentences: Sequence[str], embeddings: Float[np.ndarray, "B D"], count: int
+) -> list[SimilarPair]:
+    """The pairs of different sentences with the largest cosines, best first."""
+    cosines = embeddings @ embeddings.T
+    pairs = [
+        SimilarPair(first=a, second=sentences[j], cosine=float(cosines[i, j]))
+        for i, a in enumerate(sentences)
+        for j in range(i + 1, len(sentences))
+        if a != sentences[j]
+    ]
+    return sorted(pairs, key=lambda pair: -pair.cosine)[:count]
