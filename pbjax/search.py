@@ -30,6 +30,8 @@ MAX_SEEDS = 240
 MAX_SLIDES = 16
 # Below this, a tenth of the space is too little to find anything in.
 MIN_BUDGET = 200
+# Six neighbours, each bounded and predicted: no round starts with less left.
+ROUND = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ class _Window:
         options, visit = self.options, self.candidates.visit
         window = max(1, int(self.candidates.batch_size * options.first_window))
         value, gains = visit(sizes), []
-        while window and self.left > reserve:
+        while window and self.left >= reserve + ROUND:
             nearest = min((sizes, *self._neighbours(sizes, window)), key=visit)
             gains.append(max(0.0, value - visit(nearest)))
             self._note(sizes, value, window)
