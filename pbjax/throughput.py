@@ -277,8 +277,8 @@ def evaluate(
 def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
     """Seconds that no split of the batch, with any staggers, is predicted to beat.
 
-    Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over
-    b = 1 .. B, and w the largest share of their seconds that two stages save together at any sizes.
+    Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over the
+    sizes up to B, and w the largest share of their seconds that two stages save together at any sizes.
     A slot of k tasks takes at least 1 / k of their summed seconds, since no slot is shorter than
     its longest task, and at least 1 - (k - 1) w of them, since each task is in k - 1 pairs. The
     summed seconds of all tasks are at least m B, and no more than three sub-batches run. Hence
@@ -294,9 +294,10 @@ def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
       The bound in seconds.
     """
     evaluator = Evaluator(outline, profile)
-    sizes = {1, 2, batch_size}.union(*(profile.curve(stage).sizes for stage in outline.stages))
+    smallest = evaluator.smallest_size
     # On a line between measured sizes c(b) / b is monotone, so its least value is at an end.
-    rates = [evaluator.chain_seconds(b) / b for b in sorted(sizes) if 1 <= b <= batch_size]
+    ends = sorted({smallest, measured_size(smallest), batch_size, *evaluator.kinks})
+    rates = [evaluator.chain_seconds(b) / b for b in ends if smallest <= b <= batch_size]
     largest = _largest_saving(profile)
     kept = max(1 / MAX_SUB_BATCHES, 1 - (MAX_SUB_BATCHES - 1) * largest)
     return min(rates) * batch_size * kept
