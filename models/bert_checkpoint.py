@@ -85,6 +85,7 @@ FAMILY = Family(
     complete=_complete,
     build=lambda config, dtype: BertModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
     describe=_describe,
+    num_layers=lambda config: config.num_layers,
     leaves=key_map,
     prefix="bert.",
     base=("embeddings", "encoder", "pooler"),

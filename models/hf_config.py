@@ -110,8 +110,9 @@ class ConfigFields:
     def count(self, name: str) -> int:
         """Returns a required positive whole number."""
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, repr(value), "a positive whole number is needed", "correct it")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            allowed = "a positive whole number below 2**31 is needed"
+            raise self.error(name, repr(value), allowed, "correct it")
         return value
 
     def positive(self, name: str) -> float:

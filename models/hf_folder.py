@@ -20,6 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
+LFS_POINTER = b"version https://git-lfs"
 FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".nemo", ".gguf")
 
 
@@ -189,9 +190,22 @@ def _index_error(folder: Path, found: str, allowed: str) -> CheckpointError:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    if _is_lfs_pointer(path):
+        return CheckpointError(
+            f"{path}: a Git LFS pointer, not the weights; the file itself is needed;"
+            " run git lfs pull"
+        )
     return CheckpointError(
         f"{path}: not readable as safetensors ({error}); a complete file is needed; fetch it again"
     )
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def _no_safetensors(folder: Path) -> CheckpointError:

@@ -75,6 +75,7 @@ class Family[C, M: nnx.Module]:
       complete: Settles what only the tensors tell: (configuration, fields, keys) to configuration.
       build: Makes the module: (configuration, parameter dtype).
       describe: One line for the report.
+      num_layers: Number of blocks.
       leaves: The total key map.
       prefix: Prefix of the base model in files of a task class, with its dot.
       base: First parts of the keys that belong to the base model.
@@ -90,6 +91,7 @@ class Family[C, M: nnx.Module]:
     complete: Callable[[C, Mapping[str, object], frozenset[str]], C]
     build: Callable[[C, str], M]
     describe: Callable[[C], str]
+    num_layers: Callable[[C], int]
     leaves: Callable[[C], tuple[Leaf, ...]]
     prefix: str
     base: tuple[str, ...]

@@ -105,6 +105,12 @@ def match[C, M: nnx.Module](
     config = family.parse(fields, f"{origin}/config.json")
     current = _current_keys(family, headers, origin)
     config = family.complete(config, fields, frozenset(current))
+    if (num_layers := family.num_layers(config)) > len(current):
+        # Building so many layers only to list their tensors could take hours.
+        raise KeyMismatchError(
+            f"{origin}: {len(current)} tensors for {num_layers} layers; every layer has"
+            " several; config.json and the weights belong to different models, fetch both again"
+        )
     shapes = abstract_parameters(nnx.eval_shape(lambda: family.build(config, "float32")))
     leaves = {leaf.key: leaf for leaf in family.leaves(config)}
     _check_total(leaves.values(), shapes)
@@ -112,7 +118,10 @@ def match[C, M: nnx.Module](
     tied, tie_faults = _check_ties(family, fields, spare, current)
     labels = {key: _label(family, key) for key in sorted(set(spare) - set(tied))}
     sources = [Source(header=current[k], leaf=leaf) for k, leaf in leaves.items() if k in current]
-    faults = [fault for source in sources for fault in _faults(source, shapes, fields)]
+    faults = [fault for source in sources for fault in _shape_faults(source, shapes, fields)]
+    faults += [
+        fault for key, header in current.items() for fault in _dtype_faults(header, key in leaves)
+    ]
     report = KeyReport(
         description=f"{family.model_type}, {_class_name(fields)}: {family.describe(config)}",
         source_class=_class_name(fields),
@@ -190,7 +199,8 @@ def _check_ties(
 
 
 def _equal(first: TensorHeader, second: TensorHeader) -> bool:
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    if not alike or first.dtype not in DTYPES:
         return False
     # By bytes: a NaN equals itself here, and -0.0 is not 0.0.
     one, other = (tensor.tobytes() for _, tensor in read_tensors((first, second)))
@@ -201,22 +211,25 @@ def _label(family: Family, key: str) -> str | None:
     return next((d.label for d in family.dropped if re.fullmatch(d.pattern, key)), None)
 
 
-def _faults(
+def _shape_faults(
     source: Source, shapes: Mapping[str, tuple[int, ...]], fields: Mapping[str, object]
 ) -> list[str]:
     header, leaf = source.header, source.leaf
     wanted = leaf.stored_shape(shapes[leaf.path])
-    faults = []
-    if header.dtype not in DTYPES:
-        faults.append(f"{header.key} has dtype {header.dtype}; supported are {', '.join(DTYPES)}")
-    if header.shape != wanted:
-        pairs = zip(leaf.axes, header.shape, wanted, strict=False)
-        fault = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
-        blamed = ", ".join(f"{name} {fields.get(name)}" for name in fault)
-        faults.append(
-            f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"
-        )
-    return faults
+    if header.shape == wanted:
+        return []
+    pairs = zip(leaf.axes, header.shape, wanted, strict=False)
+    names = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
+    blamed = ", ".join(f"{name} {fields.get(name)}" for name in names)
+    return [f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"]
+
+
+def _dtype_faults(header: TensorHeader, is_needed: bool) -> list[str]:
+    # Whole numbers occur in old files as position ids, which are left out.
+    supported = tuple(DTYPES) if is_needed else (*DTYPES, "I64")
+    if header.dtype in supported:
+        return []
+    return [f"{header.key} has dtype {header.dtype}; supported are {', '.join(supported)}"]
 
 
 def _class_name(fields: Mapping[str, object]) -> str:

@@ -81,7 +81,8 @@ def read_reference(path: str | Path) -> Reference:
       CheckpointError: The file is absent, no npz archive, or lacks a part.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # np.load would leave a file open that turns out to be no archive.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         meta = json.loads(str(arrays.pop("meta")))
         origin = str(meta["origin"])

@@ -17,7 +17,7 @@ import orbax.checkpoint
 from flax import nnx
 from pydantic import TypeAdapter, ValidationError
 
-from models.errors import CheckpointError, ConfigError
+from models.errors import CheckpointError, ConfigError, KeyMismatchError
 from models.keymap import Family, abstract_parameters
 from models.numeric import OutputSummary
 from models.parameters import Parameter, canonical_dtype, fill, parameters_of
@@ -136,12 +136,17 @@ def read[C, M: nnx.Module](
         path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for path, shape in shapes.items()
     }
+    place = (folder / PARAMETERS).absolute()
     try:
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            values = checkpointer.restore((folder / PARAMETERS).absolute(), wanted)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            tree = checkpointer.metadata(place).item_metadata.tree
+            _check_structure({path: tuple(m.shape) for path, m in tree.items()}, shapes, place)
+            values = checkpointer.restore(place, wanted)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a failed read inside Orbax is a bare Exception
         raise CheckpointError(
-            f"{folder / PARAMETERS}: not readable ({' '.join(str(error).split())[:200]});"
+            f"{place}: not readable ({' '.join(str(error).split())[:200]});"
             " a complete Orbax checkpoint is needed; convert it again"
         ) from error
     if dtype != manifest.dtype:
@@ -171,6 +176,22 @@ def _parse[T](kind: type[T], fields: Mapping[str, object], origin: str) -> T:
             f"{origin}: {place}: {first['msg']}; a file of pbjax convert is needed;"
             " convert the checkpoint again"
         ) from error
+
+
+def _check_structure(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], place: Path
+) -> None:
+    shared = sorted(set(found) & set(wanted))
+    faults = [
+        *(f"{path} is missing" for path in sorted(set(wanted) - set(found))),
+        *(f"{path} is unexpected" for path in sorted(set(found) - set(wanted))),
+        *(f"{p} is {found[p]}, not {wanted[p]}" for p in shared if found[p] != wanted[p]),
+    ]
+    if faults:
+        raise KeyMismatchError(
+            f"{place}: {', '.join(faults)}; the parameters must be those of config.json;"
+            " convert the checkpoint again"
+        )
 
 
 def _check_finite(values: Mapping[str, jax.Array], folder: Path, dtype: str) -> None:
