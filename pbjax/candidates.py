@@ -144,17 +144,16 @@ class Candidates:
                 for pair in self._in_two(self.batch_size - last, last):
                     yield (*pair, last)
 
+    def num_sizes(self, count: int) -> int:
+        """How many splits into this many sub-batches there are."""
+        low, batch = self.smallest, self.batch_size
+        if count == 3:
+            return sum((batch - last) // 2 - last + 1 for last in range(low, batch // 3 + 1))
+        return 1 if count == 1 else batch // 2 - low + 1
+
     def num_candidates(self) -> int:
         """How many splits there are, each counted with each choice of staggers."""
-        total, low, batch = 0, self.smallest, self.batch_size
-        for count in self.counts:
-            sizes = 1
-            if count == 2:
-                sizes = batch // 2 - low + 1
-            elif count == 3:
-                sizes = sum((batch - c) // 2 - c + 1 for c in range(low, batch // 3 + 1))
-            total += sizes * len(self.choices[count])
-        return total
+        return sum(self.num_sizes(count) * len(self.choices[count]) for count in self.counts)
 
     def predict_all(self, sizes: Sizes) -> None:
         """Predicts these sizes with every choice of staggers."""

@@ -4,7 +4,8 @@ A sliding window over the sizes (b_1, b_2, b_3) with b_1 + b_2 + b_3 = B: the ne
 away are visited, the best is moved to, the window shrinks when none is better (window decay), and a
 slide ends when its last rounds gained next to nothing (gain saturation). Slides start from the best
 of the sizes where the straight pieces of the table meet: without overlap the makespan is linear
-between them, so that its minimum lies there; overlap moves it by what the window then finds.
+between them, so that its minimum lies there; overlap moves it by what the window then finds. Where
+there are few sizes all are visited.
 """
 
 import heapq
@@ -28,8 +29,10 @@ type Policy = Literal["window", "exhaustive"]
 MAX_KINKS = 40
 MAX_SEEDS = 240
 MAX_SLIDES = 16
-# Below this, a tenth of the space is too little to find anything in.
-MIN_BUDGET = 200
+# So few candidates are looked at whole; of more, a tenth at most.
+SMALL_SPACE = 5000
+# So few sizes are all visited, if that is within the tenth.
+FEW_SIZES = 1000
 # Six neighbours, each bounded and predicted: no round starts with less left.
 ROUND = 12
 
@@ -174,10 +177,11 @@ class _Window:
         self.candidates = candidates
         self.options = candidates.options
         self.trajectory: list[Visit] = []
+        space = candidates.num_candidates()
         # Comparing equal staggers of what was found, at the end, comes on top.
         ends = 4 * max(len(choices) for choices in candidates.choices.values())
-        tenth = max(candidates.num_candidates() // 10 - ends, MIN_BUDGET)
-        self.budget = min(self.options.max_evaluations, tenth)
+        budget = space * 2 if space <= SMALL_SPACE else space // 10 - ends
+        self.budget = min(self.options.max_evaluations, budget)
 
     @property
     def left(self) -> int:
@@ -186,15 +190,16 @@ class _Window:
     def slide_all(self) -> list[Visit]:
         """Slides from the best seeds of each number of sub-batches."""
         for count in self.candidates.counts:
-            # Two sub-batches have far fewer sizes than three: a quarter is theirs.
+            # Two sub-batches have far fewer sizes than three.
             part = self.left // 4 if count == 2 and 3 in self.candidates.counts else self.left
             self._slide_count(count, self.left - part)
         return self.trajectory
 
     def _slide_count(self, count: int, reserve: int) -> None:
-        most = max(1, min(MAX_SEEDS, (self.left - reserve) // 3))
-        seeds = self._seeds(count)[:most]
-        for sizes in seeds:
+        left = self.left - reserve
+        seeds = self._seeds(count, max(2, min(MAX_SEEDS, left // 3)))
+        whole = self.candidates.num_sizes(count) <= min(left, FEW_SIZES)
+        for sizes in self.candidates.all_sizes(count) if whole else seeds:
             self.candidates.visit(sizes)
         for sizes in heapq.nsmallest(MAX_SLIDES, seeds, key=self.candidates.visit):
             if count > 1:
@@ -232,17 +237,22 @@ class _Window:
                     moved.append(tuple(sorted(after, reverse=True)))
         return moved
 
-    def _seeds(self, count: int) -> list[Sizes]:
-        """Where the straight pieces of the table meet, the shortest without overlap first."""
+    def _seeds(self, count: int, most: int) -> list[Sizes]:
+        """Sizes where the straight pieces of the table meet.
+
+        Equal parts; then the shortest without overlap; then, as overlap may favour any, an even
+        choice of the others.
+        """
         batch = self.candidates.batch_size
-        if count == 1:
-            return [(batch,)]
-        kinks = self._kinks()
-        chosen = combinations_with_replacement(kinks, count - 1)
-        seeds = {tuple(sorted((*c, batch - sum(c)), reverse=True)) for c in chosen}
+        chosen = combinations_with_replacement(self._kinks(), count - 1)
+        every = {tuple(sorted((*c, batch - sum(c)), reverse=True)) for c in chosen}
         seconds = self.candidates.evaluator.chain_seconds
-        allowed = [sizes for sizes in seeds if sizes[-1] >= self.candidates.smallest]
-        return sorted(allowed, key=lambda sizes: (sum([seconds(s) for s in sizes]), sizes))
+        equal = tuple((batch + i) // count for i in reversed(range(count)))
+        allowed = [each for each in every if each[-1] >= self.candidates.smallest]
+        allowed.sort(key=lambda each: (each != equal, sum([seconds(b) for b in each]), each))
+        shortest, others = allowed[: most // 2], sorted(allowed[most // 2 :])
+        step = max(1, -(-len(others) // (most - most // 2)))
+        return [*shortest, *others[::step]]
 
     def _kinks(self) -> list[int]:
         """The sizes where the table bends or jumps most, and the equal parts."""
@@ -257,7 +267,7 @@ class _Window:
             return abs(seconds(middle) - (1 - share) * seconds(low) - share * seconds(high))
 
         sharpest = heapq.nlargest(MAX_KINKS, range(1, len(points) - 1), key=bend)
-        equal = {batch // 2, batch // 3, -(-batch // 3)}
+        equal = {batch // 2, batch // 3, (batch + 1) // 3, (batch + 2) // 3}
         kinks = {smallest, *(points[i] for i in sharpest), *equal, batch - smallest}
         return sorted(k for k in kinks if smallest <= k < batch)
 

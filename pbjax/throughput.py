@@ -278,10 +278,10 @@ def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
     """Seconds that no split of the batch, with any staggers, is predicted to beat.
 
     Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over the
-    sizes up to B, and w the largest share of their seconds that two stages save together at any sizes.
-    A slot of k tasks takes at least 1 / k of their summed seconds, since no slot is shorter than
-    its longest task, and at least 1 - (k - 1) w of them, since each task is in k - 1 pairs. The
-    summed seconds of all tasks are at least m B, and no more than three sub-batches run. Hence
+    sizes up to B, and w the largest share of their seconds that two stages save together. A slot of
+    k tasks takes at least 1 / k of their summed seconds, since no slot is shorter than its longest
+    task, and at least 1 - (k - 1) w of them, since each task is in k - 1 pairs. The summed seconds
+    of all tasks are at least m B, and no more than three sub-batches run. Hence
 
       makespan >= m B max(1 / 3, 1 - 2 w).
 
