@@ -1,0 +1,257 @@
+"""LayerNorm and RMSNorm, with a residual added in and the sum out, on as many SMs as they are given.
+
+Bandwidth-bound: each warpgroup streams its rows through a ring of its own in shared memory. A slot receives rows of
+x, and of the residual, by TMA, is overwritten in place by the results, and is stored by TMA, so that deep rings keep
+enough bytes under way on few SMs. Narrow rows go one to a warp (a reduction is a few shuffles), wide ones one to a
+warpgroup. Statistics are in f32, the variance about the mean. Not here: quantised results.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+SMEM_BYTES = 232_448
+MAX_WIDTH = 16_384
+WARP_ROW = 2_048  # The widest row that one warp can take: 64 values a thread.
+WIDE_STEP = 256  # Widths of rows that a whole warpgroup takes, in vectors of two values, are multiples of this.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How a CTA streams rows.
+
+    Attributes:
+      width: Values of a row.
+      arrays: Rings of each warpgroup: 1, or 2 with a residual.
+      warpgroups: Warpgroups of a CTA, each with its own rows.
+      pipeline_depth: Slots of each ring.
+      chunk: Rows in a slot.
+    """
+
+    width: int
+    arrays: int
+    warpgroups: int
+    pipeline_depth: int
+    chunk: int
+
+    def __post_init__(self):
+        """Checks what the layouts, TMA, registers and shared memory allow."""
+        step = 64 if self.width <= WARP_ROW else WIDE_STEP
+        if self.width % step or not 64 <= self.width <= MAX_WIDTH:
+            raise NotImplementedError(
+                f"norm(width={self.width}): rows are read in vectors of a warp or a warpgroup; widths are multiples "
+                f"of 64 up to {WARP_ROW} and of {WIDE_STEP} up to {MAX_WIDTH}; use implementation='xla'"
+            )
+        if self.chunk % self.rows or not 1 <= self.chunk <= 256 or self.pipeline_depth < 2:
+            raise ValueError(
+                f"Tile(chunk={self.chunk}, pipeline_depth={self.pipeline_depth}): {self.rows} rows are normalised at "
+                "a time, TMA takes 256, a ring has two slots; choose a multiple and at least 2"
+            )
+        if not 1 <= self.warpgroups <= (2 if self.width > MAX_WIDTH // 2 else 4):
+            raise ValueError(
+                f"Tile(width={self.width}, warpgroups={self.warpgroups}): the registers of an SM hold 4 warpgroups, "
+                f"2 for rows wider than {MAX_WIDTH // 2}; lower warpgroups"
+            )
+        if self.smem_bytes > SMEM_BYTES:
+            raise ValueError(
+                f"{self}: needs {self.smem_bytes} bytes of shared memory; an SM has {SMEM_BYTES}; "
+                "lower pipeline_depth, chunk or warpgroups"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warpgroup normalises at a time."""
+        return _rows(self.width)
+
+    @property
+    def lanes(self) -> int:
+        """Innermost axis under which TMA sees a row: a box has at most 256 values an axis."""
+        return 128 if self.width % 128 == 0 else 64
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA for 16-bit rows: rings, scratch of reductions, barriers."""
+        ring = self.arrays * self.warpgroups * self.pipeline_depth * self.chunk * self.width
+        return 2 * ring + 4096
+
+    @property
+    def layout(self) -> Any:
+        """How (rows, width) values lie in a warpgroup: whole vectors of 16 bytes where the width allows."""
+        threads = 32 if self.rows == 4 else 128
+        vector = next(v for v in (8, 4, 2) if self.width % (threads * v) == 0)
+        tiles = ((4, 32 * vector), (vector,))
+        if self.rows == 1:
+            tiles = ((1, 128 * vector), (32 * vector,), (vector,))
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+
+
+def _rows(width: int) -> int:
+    return 1 if width > WARP_ROW // 2 and width % WIDE_STEP == 0 else 4
+
+
+def tile_for(width: int, *, residual: bool) -> Tile:
+    """Chooses the rings: chunks of 4 KB or more, and as many of them as shared memory holds, to 4 x 4."""
+    arrays = 2 if residual else 1
+    chunk = _rows(width)
+    while 2 * chunk * width * 2 <= 8192:
+        chunk *= 2
+    slots = (SMEM_BYTES - 4096) // (2 * arrays * chunk * width)
+    warpgroups = min(2 if width > MAX_WIDTH // 2 else 4, max(1, slots // 3))
+    return Tile(
+        width=width,
+        arrays=arrays,
+        warpgroups=warpgroups,
+        pipeline_depth=max(2, min(6, slots // warpgroups)),
+        chunk=chunk,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refs:
+    """The references of a CTA; inputs and outputs are (x, residual) and (normed, total), or the first of each."""
+
+    inputs: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    rings: tuple[Any, ...]
+    arrived: Any
+
+
+def normalise(
+    x: Float[Array, "M D"],
+    residual: Float[Array, "M D"] | None,
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    *,
+    eps: float,
+    centred: bool,
+    tile: Tile,
+    ctas: int,
+    name: str,
+    emulated: bool = False,
+) -> tuple[Float[Array, "M D"], ...]:
+    """Runs the kernel on `ctas` SMs; returns (normed,) or, with a residual, (normed, total).
+
+    `emulated` is for jax's interpreter, which knows no reshaped references: values are reshaped instead.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"{name}(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use implementation='xla'"
+        )
+    rows, seen = x.shape[0], (tile.width // tile.lanes, tile.lanes)
+    inputs = [a.reshape(rows, *seen) for a in (x, residual) if a is not None]
+    parameters = [a for a in (scale, bias) if a is not None]
+    slots = (tile.warpgroups, tile.pipeline_depth, tile.chunk, *seen)
+
+    def body(*refs):
+        sections = iter(refs)
+        take = lambda count: tuple(next(sections) for _ in range(count))
+        count = len(inputs)
+        named = _Refs(
+            inputs=take(count),
+            parameters=take(len(parameters)),
+            outputs=take(count),
+            rings=take(count),
+            arrived=next(sections),
+        )
+        _run_cta(named, tile, ctas, eps, centred, emulated)
+
+    body.__name__ = name  # What the launch is called in a profile.
+    outputs = plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in inputs),
+        scratch_types=[
+            *[plgpu.SMEM(slots, x.dtype) for _ in inputs],
+            plgpu.Barrier(
+                num_arrivals=len(inputs), num_barriers=tile.warpgroups * tile.pipeline_depth
+            ),
+        ],
+        grid=(ctas,),
+        grid_names=("sm",),
+        num_threads=tile.warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs, *parameters)
+    return tuple(a.reshape(x.shape) for a in outputs)
+
+
+def _run_cta(
+    refs: _Refs, tile: Tile, ctas: int, eps: float, centred: bool, emulated: bool
+) -> None:
+    wg, depth, arrays = lax.axis_index("wg"), tile.pipeline_depth, len(refs.inputs)
+    workers = ctas * tile.warpgroups
+    me = lax.axis_index("sm") * tile.warpgroups + wg
+    chunks = pl.cdiv(refs.inputs[0].shape[0], tile.chunk)
+    count = lax.div(chunks - 1 - me + workers, jnp.int32(workers))
+
+    def span(i):
+        return pl.ds((me + i * workers) * tile.chunk, tile.chunk)
+
+    def fetch(i):
+        slot = lax.rem(i, jnp.int32(depth))
+
+        @pl.when(i < count)
+        def _():
+            for source, ring in zip(refs.inputs, refs.rings, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    source.at[span(i)], ring.at[wg, slot], refs.arrived.at[wg * depth + slot]
+                )
+
+    for i in range(depth):
+        fetch(jnp.int32(i))
+
+    @pl.loop(0, count)
+    def _(i):
+        slot = lax.rem(i, jnp.int32(depth))
+        plgpu.barrier_wait(refs.arrived.at[wg * depth + slot])
+        for first in range(0, tile.chunk, tile.rows):
+            rings = [ring.at[wg, slot, pl.ds(first, tile.rows)] for ring in refs.rings]
+            _normalise_rows(rings, refs.parameters, tile, eps, centred, emulated)
+        plgpu.commit_smem()
+        for ring, target in zip(refs.rings, refs.outputs, strict=True):
+            plgpu.copy_smem_to_gmem(ring.at[wg, slot], target.at[span(i)])
+        # The slot before has been stored once all but this step's stores have read theirs.
+        plgpu.wait_smem_to_gmem(arrays, wait_read_only=True)
+        pl.when(i > 0)(lambda: fetch(i - 1 + depth))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _normalise_rows(
+    rings, parameters, tile: Tile, eps: float, centred: bool, emulated: bool
+) -> None:
+    """Replaces rows of x by normed ones, and rows of the residual by the sum."""
+    shape = (tile.rows, tile.width)
+
+    def load(ring):
+        if emulated:
+            return ring[...].reshape(shape).astype(jnp.float32)
+        return plgpu.load(ring.reshape(*shape), layout=tile.layout).astype(jnp.float32)
+
+    def store(ring, value):
+        if emulated:
+            ring[...] = value.astype(ring.dtype).reshape(ring.shape)
+        else:
+            ring.reshape(*shape)[...] = value.astype(ring.dtype)
+
+    total = load(rings[0])
+    if len(rings) == 2:
+        total += load(rings[1])
+        store(rings[1], total)
+    if centred:
+        mean = jnp.sum(total, axis=1) * (1 / tile.width)
+        total -= lax.broadcast_in_dim(mean, shape, [0])
+    variance = jnp.sum(total * total, axis=1) * (1 / tile.width)
+    normed = total * lax.broadcast_in_dim(lax.rsqrt(variance + eps), shape, [0])
+    for parameter, combine in zip(parameters, (jnp.multiply, jnp.add), strict=False):
+        value = plgpu.load(parameter, layout=tile.layout.reduce(0), optimized=False)
+        normed = combine(normed, lax.broadcast_in_dim(value.astype(jnp.float32), shape, [1]))
+    store(rings[0], normed)
