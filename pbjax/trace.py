@@ -11,11 +11,12 @@ and where the batch lies, is not decided here.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from pbjax.errors import ModelError
 
@@ -61,7 +62,7 @@ class Operation:
     equation: JaxprEqn
 
     @property
-    def params(self) -> Mapping[str, object]:
+    def params(self) -> Mapping:
         """The parameters of the primitive."""
         return self.equation.params
 
@@ -127,7 +128,7 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     builder = _Builder()
     variables = closed.jaxpr.invars
     leaves = variables[: len(named[0])] + closed.jaxpr.constvars + variables[len(named[0]) :]
-    env = {var: builder.add(var.aval) for var in leaves}
+    env: dict[Var, Atom] = {var: builder.add(var) for var in leaves}
     builder.inline(closed.jaxpr, env, "")
     outputs = tuple(_read(env, atom) for atom in closed.jaxpr.outvars)
     num_weights = len(named[0]) + len(closed.consts)
@@ -145,7 +146,7 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     )
 
 
-def evaluate(operations: Sequence[Operation], env: dict[int, jax.Array]) -> None:
+def evaluate(operations: Sequence[Operation], env: dict[int, ArrayLike]) -> None:
     """Runs operations in order, reading and writing the values in env by their numbers."""
     for operation in operations:
         equation = operation.equation
@@ -162,8 +163,11 @@ def evaluate(operations: Sequence[Operation], env: dict[int, jax.Array]) -> None
 def difference(graph: Graph, other: Graph) -> str | None:
     """Names the first place where two traces of a function differ in more than shapes.
 
+    Whole numbers may differ: jax.numpy adds the length of an axis to negative indices. Whether the
+    batch size does more than that in them is asked in `batching`.
+
     Returns:
-      None if the graphs have the same operations on the same values with the same numbers in them.
+      None if the graphs have the same operations on the same values, with the same other numbers.
     """
     for a, b in zip(graph.operations, other.operations, strict=False):
         if a.primitive != b.primitive or len(a.inputs) != len(b.inputs):
@@ -173,8 +177,11 @@ def difference(graph: Graph, other: Graph) -> str | None:
                 return f"an input of {describe(a)} changes from {x} to {y}"
     if len(graph.operations) != len(other.operations):
         return f"{len(graph.operations)} operations become {len(other.operations)}"
-    if len(graph.avals) != len(other.avals) or graph.outputs != other.outputs:
-        return "the values that are returned change"
+    if len(graph.outputs) != len(other.outputs):
+        return f"{len(graph.outputs)} outputs become {len(other.outputs)}"
+    for number, (x, y) in enumerate(zip(graph.outputs, other.outputs, strict=True)):
+        if not _same_atom(x, y):
+            return f"output {number} changes from {x} to {y}"
     return _constant_difference(graph, other)
 
 
@@ -199,7 +206,8 @@ def body_graph(body: ClosedJaxpr | Jaxpr) -> Graph:
     """A nested jaxpr as a graph of its own; the arrays it captured are its weights."""
     consts, jaxpr = _consts(body), _open(body)
     builder = _Builder()
-    env = {var: builder.add(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    env: dict[Var, Atom] = {var: builder.add(var) for var in variables}
     builder.inline(jaxpr, env, "")
     return _without_dead_code(
         Graph(
@@ -250,7 +258,7 @@ def _leaf_names(root: str, tree: object) -> list[str]:
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def _open(jaxpr: object) -> Jaxpr:
+def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
@@ -265,8 +273,8 @@ class _Builder:
         self.avals: list[Aval] = []
         self.operations: list[Operation] = []
 
-    def add(self, aval: Aval) -> int:
-        self.avals.append(aval)
+    def add(self, var: Var) -> int:
+        self.avals.append(cast(Aval, var.aval))
         return len(self.avals) - 1
 
     def inline(self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: str) -> None:
@@ -280,7 +288,7 @@ class _Builder:
 
     def _append(self, equation: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         inputs = tuple(_read(env, atom) for atom in equation.invars)
-        outputs = tuple(self.add(var.aval) for var in equation.outvars)
+        outputs = tuple(map(self.add, equation.outvars))
         env.update(zip(equation.outvars, outputs, strict=True))
         self.operations.append(
             Operation(
@@ -293,7 +301,7 @@ class _Builder:
         )
 
     def _inline_call(
-        self, equation: JaxprEqn, body: object, env: dict[Var, Atom], scope: str
+        self, equation: JaxprEqn, body: ClosedJaxpr | Jaxpr, env: dict[Var, Atom], scope: str
     ) -> None:
         jaxpr = _open(body)
         consts = [_literal(c, v) for c, v in zip(_consts(body), jaxpr.constvars, strict=True)]
@@ -304,7 +312,7 @@ class _Builder:
         env.update(zip(equation.outvars, results, strict=True))
 
 
-def _consts(body: object) -> Sequence[object]:
+def _consts(body: ClosedJaxpr | Jaxpr) -> Sequence[jax.Array | np.ndarray]:
     return body.consts if isinstance(body, ClosedJaxpr) else (getattr(body, "consts", None) or ())
 
 
@@ -355,7 +363,9 @@ def _renumbered(graph: Graph, operations: Sequence[Operation]) -> Graph:
 
 def _same_atom(x: Atom, y: Atom) -> bool:
     if isinstance(x, Literal) and isinstance(y, Literal):
-        return bool(np.array_equal(np.asarray(x.val), np.asarray(y.val), equal_nan=True))
+        a, b = np.asarray(x.val), np.asarray(y.val)
+        whole = a.shape == b.shape == () and a.dtype == b.dtype and a.dtype.kind in "iu"
+        return whole or np.array_equal(a, b, equal_nan=True)
     return not isinstance(x, Literal) and not isinstance(y, Literal) and x == y
 
 
