@@ -227,7 +227,7 @@ class Candidates:
                 return bound
         return self._predict_promising(sizes, least)
 
-    def _predict_promising(self, sizes: Sizes, least: float) -> float:
+    def _predict_promising(self, sizes: Sizes, least: float | int) -> float:
         value = math.inf
         for bound, staggers in self._promising(sizes):
             known = self.found.get(sizes)

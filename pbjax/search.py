@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from pbjax.candidates import Candidate as Candidate
 from pbjax.candidates import Candidates, Sizes
 from pbjax.candidates import SearchOptions as SearchOptions
+from pbjax.candidates import predicted_bytes as predicted_bytes
 from pbjax.errors import InputError
 from pbjax.outline import Outline
 from pbjax.profile_table import Profile
