@@ -76,15 +76,15 @@ def equation_cost(equation: JaxprEqn) -> Cost:
         return _body_cost(equation.params[_CALLS[name]])
     if name in _VIEWS:
         return Cost()
-    moved = _TOUCHED[name](equation) if name in _TOUCHED else _all_bytes(equation)
+    moved = float(_TOUCHED.get(name, _all_bytes)(equation))
+    elements = float(_out_elements(equation))
     if name in _TRANSCENDENTAL:
-        elements = _out_elements(equation)
-        extra = _TRANSCENDENTAL[name] * elements
-        return Cost(flops=extra, transcendentals=elements, bytes=moved)
+        extra, functions = _TRANSCENDENTAL[name]
+        return Cost(flops=extra * elements, transcendentals=functions * elements, bytes=moved)
     if name in _ELEMENTWISE:
-        return Cost(flops=_out_elements(equation), bytes=moved)
+        return Cost(flops=elements, bytes=moved)
     if name in _FLOPS:
-        return Cost(flops=_FLOPS[name](equation), bytes=moved)
+        return Cost(flops=float(_FLOPS[name](equation)), bytes=moved)
     return Cost(bytes=moved, known=name in _MOVES)
 
 
@@ -101,7 +101,7 @@ def _elements(atom) -> int:
     return math.prod(_shape(atom))
 
 
-def _nbytes(atom) -> float:
+def _nbytes(atom) -> int:
     return _elements(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
 
 
@@ -109,34 +109,34 @@ def _out_elements(equation: JaxprEqn) -> int:
     return _elements(equation.outvars[0])
 
 
-def _all_bytes(equation: JaxprEqn) -> float:
+def _all_bytes(equation: JaxprEqn) -> int | float:
     return sum(map(_nbytes, equation.invars)) + sum(map(_nbytes, equation.outvars))
 
 
 # What is read or written of an operand that is only looked into.
 
 
-def _gather_bytes(equation: JaxprEqn) -> float:
+def _gather_bytes(equation: JaxprEqn) -> int | float:
     return 2 * _nbytes(equation.outvars[0]) + _nbytes(equation.invars[1])
 
 
-def _scatter_bytes(equation: JaxprEqn) -> float:
+def _scatter_bytes(equation: JaxprEqn) -> int | float:
     updates = _nbytes(equation.invars[2])
     combined = updates if equation.primitive.name != "scatter" else 0
     return 2 * updates + combined + _nbytes(equation.invars[1])
 
 
-def _slice_bytes(equation: JaxprEqn) -> float:
+def _slice_bytes(equation: JaxprEqn) -> int | float:
     return 2 * sum(map(_nbytes, equation.outvars))
 
 
-def _update_bytes(equation: JaxprEqn) -> float:
+def _update_bytes(equation: JaxprEqn) -> int | float:
     return 2 * _nbytes(equation.invars[1])
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 
-_TOUCHED: Mapping[str, Callable[[JaxprEqn], float]] = {
+_TOUCHED: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "gather": _gather_bytes,
     "slice": _slice_bytes,
     "dynamic_slice": _slice_bytes,
@@ -148,17 +148,17 @@ _TOUCHED: Mapping[str, Callable[[JaxprEqn], float]] = {
 # FLOPs of everything that is not one for each element.
 
 
-def _dot_flops(equation: JaxprEqn) -> float:
+def _dot_flops(equation: JaxprEqn) -> int | float:
     (contracting, _), _ = equation.params["dimension_numbers"]
     shape = _shape(equation.invars[0])
     return 2 * _out_elements(equation) * math.prod(shape[int(axis)] for axis in contracting)
 
 
-def _ragged_dot_flops(equation: JaxprEqn) -> float:
+def _ragged_dot_flops(equation: JaxprEqn) -> int | float:
     return 2 * _out_elements(equation) * _shape(equation.invars[0])[-1]
 
 
-def _conv_flops(equation: JaxprEqn) -> float:
+def _conv_flops(equation: JaxprEqn) -> int | float:
     """Two for each product of an input entry that exists; those with padding are not counted."""
     params = equation.params
     numbers = params["dimension_numbers"]
@@ -196,66 +196,66 @@ def _valid_taps(
     return count
 
 
-def _reduce_flops(equation: JaxprEqn) -> float:
+def _reduce_flops(equation: JaxprEqn) -> int | float:
     return _elements(equation.invars[0]) - _out_elements(equation)
 
 
-def _window_flops(equation: JaxprEqn) -> float:
+def _window_flops(equation: JaxprEqn) -> int | float:
     return _out_elements(equation) * (math.prod(equation.params["window_dimensions"]) - 1)
 
 
-def _cumulative_flops(equation: JaxprEqn) -> float:
+def _cumulative_flops(equation: JaxprEqn) -> int | float:
     length = _shape(equation.invars[0])[equation.params["axis"]]
     return _elements(equation.invars[0]) * (length - 1) / length if length else 0
 
 
-def _sort_flops(equation: JaxprEqn) -> float:
+def _sort_flops(equation: JaxprEqn) -> int | float:
     length = _shape(equation.invars[0])[equation.params["dimension"]]
     return _elements(equation.invars[0]) * math.ceil(math.log2(max(length, 2)))
 
 
-def _top_k_flops(equation: JaxprEqn) -> float:
+def _top_k_flops(equation: JaxprEqn) -> int | float:
     return _elements(equation.invars[0]) * math.ceil(math.log2(max(equation.params["k"], 2)))
 
 
-def _power_flops(equation: JaxprEqn) -> float:
+def _power_flops(equation: JaxprEqn) -> int | float:
     """Multiplications by repeated squaring, and a division where the exponent is negative."""
     exponent = abs(equation.params["y"])
     products = exponent.bit_length() + exponent.bit_count() - 2 if exponent else 0
     return _out_elements(equation) * (products + (equation.params["y"] < 0))
 
 
-def _scatter_flops(equation: JaxprEqn) -> float:
+def _scatter_flops(equation: JaxprEqn) -> int | float:
     return 0 if equation.primitive.name == "scatter" else _elements(equation.invars[2])
 
 
-def _random_flops(equation: JaxprEqn) -> float:
+def _random_flops(equation: JaxprEqn) -> int | float:
     """Threefry: 20 rounds of 5 operations make two words."""
     return 50 * sum(map(_elements, equation.outvars))
 
 
-def _fft_flops(equation: JaxprEqn) -> float:
+def _fft_flops(equation: JaxprEqn) -> int | float:
     points = math.prod(equation.params["fft_lengths"])
     elements = max(_elements(equation.invars[0]), _out_elements(equation))
     return 5 * elements * math.log2(max(points, 2))
 
 
-def _cholesky_flops(equation: JaxprEqn) -> float:
+def _cholesky_flops(equation: JaxprEqn) -> int | float:
     return _elements(equation.invars[0]) * _shape(equation.invars[0])[-1] / 3
 
 
-def _solve_flops(equation: JaxprEqn) -> float:
+def _solve_flops(equation: JaxprEqn) -> int | float:
     return _elements(equation.invars[1]) * _shape(equation.invars[0])[-1]
 
 
-def _attention_flops(equation: JaxprEqn) -> float:
+def _attention_flops(equation: JaxprEqn) -> int | float:
     """The two products of attention; every score counts, masked or not."""
     query, key = (_shape(var) for var in equation.invars[:2])
     length = key[2] if equation.params["layout"] else key[1]
     return 4 * math.prod(query) * length
 
 
-_FLOPS: Mapping[str, Callable[[JaxprEqn], float]] = {
+_FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,
     "conv_general_dilated": _conv_flops,
@@ -281,42 +281,53 @@ _FLOPS: Mapping[str, Callable[[JaxprEqn], float]] = {
     ),
 }
 
-# FLOPs for each element beside the one function: XLA writes logistic(x) as 1 / (1 + exp(-x)).
-_TRANSCENDENTAL: Mapping[str, int] = {
-    "logistic": 3,
-    "exp2": 1,
+# FLOPs and transcendental functions for each element: XLA has a few of these functions itself and
+# writes the others out, logistic(x) as 1 / (1 + exp(-x)) and erfc(x) as polynomials.
+_TRANSCENDENTAL: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(
-        """
-        acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf
-        erf_inv erfc exp expm1 lgamma log log1p log2 pow rsqrt sin sinh sqrt tan tanh
-        """.split(),  # noqa: SIM905
-        0,
+        ("atan", "atan2", "cbrt", "cos", "erf", "exp", "expm1", "log", "log1p", "pow", "rsqrt"),
+        (0, 1),
     ),
+    **dict.fromkeys(("sin", "sqrt", "tan", "tanh"), (0, 1)),
+    "acos": (3, 2),
+    "acosh": (7, 4),
+    "asin": (5, 2),
+    "asinh": (11, 3),
+    "atanh": (6, 2),
+    "bessel_i0e": (83, 1),
+    "bessel_i1e": (83, 1),
+    "cosh": (3, 2),
+    "digamma": (75, 3),
+    "erf_inv": (37, 2),
+    "erfc": (60, 1),
+    "exp2": (1, 1),
+    "lgamma": (52, 4),
+    "log2": (1, 1),
+    "logistic": (3, 1),
+    "sinh": (10, 3),
 }
 
-_ELEMENTWISE = frozenset(
-    """
+_ELEMENTWISE_NAMES = """
     abs add add_any and ceil clamp clz complex conj convert_element_type div eq eq_to floor ge gt
     is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or
     population_count reduce_precision rem round select_n shift_left shift_right_arithmetic
     shift_right_logical sign square sub xor
-    """.split()  # noqa: SIM905
-)
+"""
 
 # The same bytes under another shape or name: nothing moves.
-_VIEWS = frozenset(
-    """
+_VIEW_NAMES = """
     bitcast_convert_type expand_dims layout_constraint name optimization_barrier pvary random_unwrap
     random_wrap reshape sharding_constraint squeeze stop_gradient platform_index
-    """.split()  # noqa: SIM905
-)
+"""
 
-_MOVES = frozenset(
-    """
+_MOVE_NAMES = """
     broadcast_in_dim concatenate copy copy_p device_put dynamic_slice dynamic_update_slice empty
     empty2 gather imag iota pad random_clone real rev slice split stack tile transpose unstack
     zeros_like
-    """.split()  # noqa: SIM905
+"""
+
+_ELEMENTWISE, _VIEWS, _MOVES = (
+    frozenset(names.split()) for names in (_ELEMENTWISE_NAMES, _VIEW_NAMES, _MOVE_NAMES)
 )
 
 _CALLS: Mapping[str, str] = {
@@ -356,7 +367,7 @@ def _pallas_cost(equation: JaxprEqn) -> Cost:
     """What the kernel's author declared; without a declaration the kernel is unknown."""
     estimate = equation.params.get("cost_estimate")
     if estimate is None:
-        return Cost(bytes=_all_bytes(equation), known=False)
+        return Cost(bytes=float(_all_bytes(equation)), known=False)
     return Cost(
         flops=float(estimate.flops),
         bytes=float(estimate.bytes_accessed),
