@@ -4,6 +4,7 @@ In this file: configuration and modules for inference; `models.bert_checkpoint` 
 files. Not here: dropout, pretraining heads, decoder and cross-attention variants.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models.errors import ConfigError, InputError
@@ -77,11 +79,9 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless the sizes fit together."""
-        for name in ("num_layers", "embed_dim", "mlp_dim", "num_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"BertConfig: {name} is {getattr(self, name)}; it must be positive; correct it"
-                )
+        sizes = {k: v for k, v in dataclasses.asdict(self).items() if not isinstance(v, str | bool)}
+        if bad := [f"{name} is {size}" for name, size in sizes.items() if not size > 0]:
+            raise ConfigError(f"BertConfig: {', '.join(bad)}; sizes are positive; correct them")
         if self.embed_dim % self.num_heads:
             raise ConfigError(
                 f"BertConfig: embed_dim is {self.embed_dim} with {self.num_heads} heads;"
@@ -192,7 +192,7 @@ jax.tree_util.register_pytree_with_keys(BertOutput, _flatten_output, _unflatten_
 class BertEmbeddings(nnx.Module):
     """Sum of word, token type and position embeddings, normalised."""
 
-    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         embed = partial(
             nnx.Embed,
@@ -221,7 +221,7 @@ class BertEmbeddings(nnx.Module):
 class BertAttention(nnx.Module):
     """Bidirectional multi-head attention with its residual and norm."""
 
-    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         project = partial(_linear, config.embed_dim, config.embed_dim, dtype, rngs)
         self.query = project()
@@ -254,7 +254,7 @@ class BertAttention(nnx.Module):
 class BertMlp(nnx.Module):
     """Two Linears with GELU between them, residual and norm."""
 
-    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         self.up = _linear(config.embed_dim, config.mlp_dim, dtype, rngs)
         self.down = _linear(config.mlp_dim, config.embed_dim, dtype, rngs)
@@ -273,7 +273,7 @@ class BertMlp(nnx.Module):
 class BertLayer(nnx.Module):
     """One block: attention, then MLP."""
 
-    def __init__(self, config: BertConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         self.attention = BertAttention(config, dtype=dtype, rngs=rngs)
         self.mlp = BertMlp(config, dtype=dtype, rngs=rngs)
@@ -288,7 +288,7 @@ class BertLayer(nnx.Module):
 class BertModel(nnx.Module):
     """A BERT encoder for inference."""
 
-    def __init__(self, config: BertConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> None:
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         """Makes an encoder with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
@@ -384,12 +384,12 @@ def _look_up(table: nnx.Embed, ids: Integer[Array, "B T"]) -> Float[Array, "B T 
     return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def _linear(inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
     init = nnx.initializers.normal(INIT_STDDEV)
     return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=dtype, kernel_init=init, rngs=rngs)
 
 
-def _layer_norm(config: BertConfig, dtype: str, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def _layer_norm(config: BertConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(
         config.embed_dim,
         epsilon=config.norm_eps,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
@@ -180,9 +181,8 @@ def _parameters(checkpoint: Checkpoint, dtype: str, progress: Progress) -> Itera
     progress(done, total)
     for header, tensor in read_tensors(headers):
         leaf = leaves[header.key]
-        cast_tensor = _cast(tensor, dtype, f"{header.file}: {header.key}")
-        value = jnp.asarray(np.ascontiguousarray(leaf.arrange(cast_tensor)))
-        yield Parameter(path=leaf.path, value=value)
+        value = jax.device_put(_cast(tensor, dtype, f"{header.file}: {header.key}"))
+        yield Parameter(path=leaf.path, value=leaf.arrange(value))
         done += header.num_bytes
         progress(done, total)
 
@@ -193,6 +193,8 @@ def _cast(tensor: Shaped[np.ndarray, "..."], dtype: str, name: str) -> Shaped[np
             f"{name} has {bad} values that are not finite; finite values are needed;"
             " the file is damaged, fetch it again"
         )
+    if tensor.dtype == jnp.dtype(dtype):
+        return tensor
     with np.errstate(over="ignore"):
         result = tensor.astype(jnp.dtype(dtype))
     if bad := np.count_nonzero(~np.isfinite(result)):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Shaped
@@ -38,9 +39,9 @@ class Leaf:
             stored[axis] = shape[position]
         return tuple(stored)
 
-    def arrange(self, tensor: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """Brings a stored tensor into the module's layout."""
-        return tensor if self.permutation is None else tensor.transpose(self.permutation)
+    def arrange(self, tensor: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Brings a stored tensor into the module's layout, on the tensor's device."""
+        return tensor if self.permutation is None else jnp.transpose(tensor, self.permutation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

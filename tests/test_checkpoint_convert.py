@@ -1,3 +1,4 @@
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -368,6 +369,7 @@ def test_truncated_parameters_are_refused(copied):
     file = max((copied / "parameters").rglob("*"), key=lambda f: f.stat().st_size)
     file.write_bytes(file.read_bytes()[:1000])
     assert "parameters: not readable" in refused(copied)
+    gc.collect()
 
 
 @damaged
@@ -378,6 +380,7 @@ def test_flipped_bit_is_noticed(copied):
     file.write_bytes(content)
     with pytest.raises(models.CheckpointError, match=r"not readable|fingerprint"):
         models.load(copied, verify=True)
+    gc.collect()
 
 
 def test_other_parameters_fail_verification(copied):

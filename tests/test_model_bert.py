@@ -321,6 +321,7 @@ def test_full_size_model_traces_at_full_length(config):
     ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0"),
+        ({"max_seq_len": -1, "norm_eps": 0.0}, "max_seq_len is -1, norm_eps is 0.0"),
         ({"num_heads": 7}, "embed_dim is 768 with 7 heads"),
     ],
 )
