@@ -9,11 +9,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
+from pbjax.files import read_json, write_atomically
 from pbjax.outline import StageInfo
 from pbjax.profile_rows import (
     CorunRow,
@@ -26,6 +26,10 @@ from pbjax.profile_rows import (
 )
 
 SCHEMA_VERSION = 1
+REMEDY = (
+    f"a profile of schema_version {SCHEMA_VERSION} is allowed; restore the file, or delete it and "
+    "measure again (`pbjax optimize --profile`)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ class Profile:
             raise InputError(
                 f"seconds(stage={stage.name!r}, sm_budget={sm_budget}): the profile has no row of "
                 f"this stage (fingerprint {stage.fingerprint}); it has {self._known(sm_budget)}; "
-                "measure the missing rows (`pbjax profile`, or pbjax.profiling.fill)"
+                "measure the missing rows (`pbjax optimize --profile`, or pbjax.profiling.fill)"
             )
         return curve
 
@@ -156,19 +160,7 @@ class Profile:
         Raises:
           FileError: The file cannot be written.
         """
-        target = Path(path)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(_to_json(self), encoding="utf-8")
-            scratch.replace(target)
-        except OSError as error:
-            raise FileError(
-                f"save({str(target)!r}): {error.strerror or error}; a file in a folder that can be "
-                "written is allowed; choose another path or free the disk"
-            ) from error
-        finally:
-            scratch.unlink(missing_ok=True)
+        write_atomically(Path(path), _to_json(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
@@ -178,24 +170,11 @@ class Profile:
           FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
             names the place.
         """
-        from pydantic import ValidationError
-
+        file = read_json(Path(path), _File, REMEDY)
         try:
-            text = Path(path).read_bytes()
-            file = _adapter().validate_json(text, strict=True)
             return cls(provenance=file.provenance, rows=file.rows, corun=file.corun)
-        except OSError as error:
-            found = error.strerror or str(error)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            found = f"{place}: {first['msg']}" if place else first["msg"]
         except InputError as error:
-            found = str(error)
-        raise FileError(
-            f"load({os.fspath(path)!r}): {found}; a profile of schema_version {SCHEMA_VERSION} is "
-            "allowed; restore the file, or delete it and measure again (`pbjax profile`)"
-        )
+            raise FileError(f"load({os.fspath(path)!r}): {error}; {REMEDY}") from error
 
     def _known(self, sm_budget: int) -> str:
         names = sorted({row.stage for row in self.rows if row.sm_budget == sm_budget})
@@ -212,13 +191,6 @@ class _File:
     provenance: Provenance
     rows: tuple[Row, ...]
     corun: tuple[CorunRow, ...]
-
-
-@cache
-def _adapter():
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(_File)
 
 
 def _to_json(profile: Profile) -> str:
