@@ -1,0 +1,159 @@
+"""Times the search for a split; prints the conditions and one JSON line.
+
+The tables are drawn at random from a seed, in five shapes: no device is needed, and no figure of a
+device is meant. The search must take less than 0.5 s for a batch of 4,096.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+from hashlib import sha256
+
+from pbjax.device import ResourceClass
+from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageInfo, grid
+from pbjax.search import search
+
+SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
+
+
+def main():
+    """Searches every table and prints the slowest, the median and the evaluations."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=4096, help="rows of the batch")
+    parser.add_argument("--stages", type=int, default=8, help="stages of the block")
+    parser.add_argument("--blocks", type=int, default=12, help="how often the block repeats")
+    parser.add_argument("--tables", type=int, default=20, help="how many random tables")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tables")
+    args = parser.parse_args()
+    outline = program(args.stages, args.blocks)
+    chance = random.Random(args.seed)
+    tables = [table(chance, outline, args.batch, SHAPES[i % 5]) for i in range(args.tables)]
+    results = [search(outline, each, args.batch) for each in tables]
+    report(args, results)
+
+
+def report(args, results):
+    """Prints the conditions as text and everything as one JSON line."""
+    conditions = {
+        "batch": args.batch,
+        "stages": args.stages,
+        "blocks": args.blocks,
+        "tables": args.tables,
+        "seed": args.seed,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    seconds = [result.seconds for result in results]
+    work = [result.evaluations + result.bounds for result in results]
+    figures = {
+        "median_s": round(statistics.median(seconds), 4),
+        "max_s": round(max(seconds), 4),
+        "median_evaluations": statistics.median(result.evaluations for result in results),
+        "median_bounds": statistics.median(result.bounds for result in results),
+        "max_evaluations_and_bounds": max(work),
+    }
+    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    print(json.dumps({"bench": "search", **conditions, **figures}))
+
+
+def program(num_stages, num_blocks):
+    """A program whose stages take turns in class."""
+    classes = list(ResourceClass)
+
+    def stage(name, resource):
+        return StageInfo(
+            name=name,
+            fingerprint=sha256(name.encode()).hexdigest()[:12],
+            resource=resource,
+            dtype="bfloat16",
+            shape=(128, 768),
+            flops_per_row=0.0,
+            bytes_per_row=0.0,
+            weight_bytes=0,
+        )
+
+    return Outline(
+        prologue=stage("prologue", ResourceClass.MEMORY),
+        block=tuple(stage(f"stage_{i}", classes[i % 3]) for i in range(num_stages)),
+        epilogue=stage("epilogue", ResourceClass.TENSOR),
+        num_blocks=num_blocks,
+    )
+
+
+def table(chance, outline, batch_size, shape):
+    """Random seconds for every stage, and random slowdowns for every pair of classes."""
+    sizes = grid(batch_size)
+    rows = [
+        row(stage, size, seconds)
+        for stage in outline.stages
+        for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
+    ]
+    measured = sizes[-4:-1]
+    pairs = [
+        pair(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
+        for i, a in enumerate(outline.stages)
+        for b in outline.stages[i + 1 :]
+        if a.resource != b.resource
+        for m in measured
+        for n in measured
+    ]
+    provenance = Provenance(
+        device_kind="none",
+        driver="",
+        jax="",
+        commit="",
+        date="",
+        clock_mhz=0,
+        power_limit_w=0,
+        command="scripts/bench_search.py",
+    )
+    return Profile(provenance=provenance, rows=tuple(rows), corun=tuple(pairs))
+
+
+def curve(chance, shape, sizes):
+    """Random seconds over the batch size, of one kind of shape."""
+    base, slope = chance.uniform(0, 3), chance.uniform(0.01, 0.2)
+    tile, edge = chance.choice((64, 128, 256)), chance.choice(sizes)
+    shapes = {
+        "rising": lambda b: base + slope * b,
+        "ragged": lambda b: chance.uniform(0.2, 1) * (base + slope * b),
+        "plateau": lambda b: base + slope * tile * -(-b // tile),
+        "cliff": lambda b: (base + slope * b) * (1 if b <= edge else 1.6),
+        "straight": lambda b: slope * b,
+    }
+    return [shapes[shape](size) * 1e-4 for size in sizes]
+
+
+def row(stage, batch_size, median_s):
+    """One row of a table."""
+    return Row(
+        stage=stage.name,
+        fingerprint=stage.fingerprint,
+        resource=stage.resource,
+        dtype=stage.dtype,
+        batch_size=batch_size,
+        shape=stage.shape,
+        sm_budget=0,
+        median_s=median_s,
+        spread_s=0.0,
+        samples=1,
+    )
+
+
+def pair(a, b, batch_sizes, slowdowns):
+    """One row of two stages together."""
+    return CorunRow(
+        stages=(a.name, b.name),
+        fingerprints=(a.fingerprint, b.fingerprint),
+        batch_sizes=batch_sizes,
+        sm_budgets=(0, 0),
+        slowdowns=slowdowns,
+    )
+
+
+if __name__ == "__main__":
+    main()
