@@ -236,13 +236,14 @@ class Candidates:
             value = min(value, self._predict(sizes, staggers))
         return value
 
-    def _promising(self, sizes: Sizes) -> list[tuple[int, Staggers]]:
+    def _promising(self, sizes: Sizes) -> Iterator[tuple[int, Staggers]]:
         """All allowed staggers with a bound on their rounded makespan, the least first."""
         allowed = self._allowed(sizes)
         alone = sum([self.evaluator.chain_seconds(size) for size in sizes])
         if len(sizes) == 1 or self.evaluator.saves_nothing:
             rounded = self._rounded(alone)
-            return [(rounded, staggers) for staggers in allowed]
+            yield from ((rounded, staggers) for staggers in allowed)
+            return
         last, totals = len(self.evaluator.outline.block) - 1, self.evaluator.pair_totals
         ab = totals(sizes[0], sizes[1])
         if len(sizes) == 2:
@@ -251,7 +252,8 @@ class Candidates:
             ac, bc = totals(sizes[0], sizes[2]), totals(sizes[1], sizes[2])
             saved = [ab[a - b + last] + ac[a - c + last] + bc[b - c + last] for a, b, c in allowed]
         order = sorted(range(len(allowed)), key=saved.__getitem__, reverse=True)
-        return [(self._rounded(alone - saved[i]), allowed[i]) for i in order]
+        # One by one: most callers stop after a few.
+        yield from ((self._rounded(alone - saved[i]), allowed[i]) for i in order)
 
     def _bound(self, sizes: Sizes) -> float:
         chain, totals = self.evaluator.chain_seconds, self.evaluator.pair_totals
