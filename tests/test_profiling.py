@@ -289,6 +289,15 @@ def test_rows_of_another_jax_are_used_with_a_warning():
     assert "\n" not in usable.warning
 
 
+def test_rows_completed_here_carry_the_provenance_of_here():
+    here = profile(jax="0.12.0", date="2025-06-01")
+    other_jax = usable_rows(TABLE, "cpu", "0.12.0").profile.merge(here)
+    assert other_jax.provenance.jax == "0.11.2 + 0.12.0"
+    assert other_jax.rows == TABLE.rows
+    gpu = profile(device_kind="NVIDIA H200")
+    assert usable_rows(TABLE, "NVIDIA H200", "0.11.2").profile.merge(gpu) == gpu
+
+
 # Files
 
 
