@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from pbjax.batching_indexing import INDEXING_RULES, fold, generate, index_step, special
 from pbjax.batching_layout import Constant, Fact, Kind, Layout, Rows, Step, fits, refuse
-from pbjax.batching_rules import RULES
+from pbjax.batching_rules import RULES, Located
 from pbjax.errors import InputError, ModelError
 from pbjax.trace import Atom, Graph, Operation, body_graph, describe, scan_parts
 
@@ -225,17 +225,23 @@ def _by_rule(step: Step) -> tuple[Fact, ...]:
     layouts = [fact for fact in step.facts if isinstance(fact, Layout)]
     uniform = all(layout.kind == Kind.UNIFORM for layout in layouts)
     try:
-        outputs = rule(step, _located(step, layouts, outside=False))
+        outputs = _checked(step, rule(step, _located(step, layouts, outside=False)))
     except ModelError:
         if not uniform:
             raise
-        outputs = rule(step, _located(step, layouts, outside=True))
+        outputs = _checked(step, rule(step, _located(step, layouts, outside=True)))
     keeps = uniform and primitive not in ("concatenate", "dot_general", "reshape")
     kind = Kind.UNIFORM if keeps else Kind.DATA
     return tuple(None if rows is None else Layout(rows=rows, kind=kind) for rows in outputs)
 
 
-def _located(step: Step, layouts: Sequence[Layout], outside: bool) -> tuple[Rows | None, ...]:
+def _checked(step: Step, outputs: Located) -> Located:
+    for number, rows in enumerate(outputs):
+        step.check(rows, number)
+    return outputs
+
+
+def _located(step: Step, layouts: Sequence[Layout], outside: bool) -> Located:
     """Rows of every input, with the uniform ones factorised like the others."""
     data = [layout.rows for layout in layouts if layout.kind != Kind.UNIFORM]
 

@@ -91,8 +91,11 @@ def index_step(step: Step) -> tuple[Fact, ...] | None:
       None for gathers and scatters, which are left to their rules.
     """
     primitive = step.operation.primitive
-    if primitive in _INDEXED and not any(special(step.facts[i]) for i in _data_inputs(step)):
-        return None
+    if primitive in _INDEXED:
+        data = (0, 2) if len(step.facts) == 3 else (0,)
+        usable = _number(step.facts[1]) or _number(step.facts[1], Kind.INDICES)
+        if usable and not any(special(step.facts[i]) for i in data):
+            return None
     fact = _NUMBER_RULES.get(primitive, _refused)(step)
     if fact is None:
         varies = any(isinstance(f, Constant) and f.varies for f in step.facts)
@@ -107,10 +110,6 @@ def index_step(step: Step) -> tuple[Fact, ...] | None:
 
 def _refused(step: Step) -> Fact:
     return None
-
-
-def _data_inputs(step: Step) -> tuple[int, ...]:
-    return (0, 2) if len(step.facts) == 3 else (0,)
 
 
 def _number(fact: Fact, kind: Kind = Kind.ROW_NUMBER) -> TypeGuard[Layout]:
@@ -160,6 +159,9 @@ def _index_vectors(step: Step) -> Fact:
     """A concatenation along the last axis that puts row numbers beside other indices."""
     axis = step.params["dimension"]
     rows = join(step, tuple(f.rows if isinstance(f, Layout) else None for f in step.facts))
+    unusable = (Kind.SHIFTED_ROW_NUMBER, Kind.FALSE)
+    if any(isinstance(f, Layout) and f.kind in unusable for f in step.facts):
+        return None
     if axis != len(step.shapes[0]) - 1 or rows.axis == axis:
         return None
     columns, offset = set(), 0
@@ -202,8 +204,12 @@ def _slice(step: Step, rows: Located) -> Located:
     axis = found.axis
     start, limit, stride = starts[axis], limits[axis], strides[axis]
     if stride == 1:
-        return (_segment(step, found, start, limit),)
-    if stride == found.inner and start < stride and limit > found.size(step.batch_size) - stride:
+        segment = _segment(step, found, start, limit)
+        if twin_starts[axis] * step.batch_size != start * step.probe_size:
+            step.refuse("starts at a position that changes with the batch size")
+        return (segment,)
+    whole = start < stride and limit > found.size(step.batch_size) - stride
+    if stride == found.inner and whole and start == twin_starts[axis]:
         return (Rows(axis=axis, outer=found.outer, inner=1),)
     step.refuse(f"reads every {stride}th entry along axis {axis}, the batch")
 

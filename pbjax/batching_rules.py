@@ -17,12 +17,12 @@ _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne neg
-    nextafter not one_minus_square or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
-    zeros_like zeta random_fold_in random_clone name pvary sharding_constraint reshard
-    layout_constraint
+    is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+    mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow pvary
+    random_clone random_fold_in random_gamma random_seed real reduce_precision
+    regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh threefry2x32 xor zeros_like zeta
 """
 
 _REDUCTIONS = """
@@ -198,7 +198,8 @@ def _leading(num_inner: Callable[[Step], int], verb: str) -> Rule:
 
 
 def _random_bits(step: Step, rows: Located) -> Located:
-    return (rows[0],)
+    """The shape of the keys comes first in the result."""
+    return rows
 
 
 def _attention_call(step: Step, rows: Located) -> Located:
@@ -241,6 +242,7 @@ RULES: Mapping[str, Rule] = {
     "cholesky": _leading(lambda step: 2, "factorises"),
     "triangular_solve": _leading(lambda step: 2, "solves along"),
     "random_bits": _random_bits,
+    "random_split": _random_bits,
     "random_wrap": _leading(lambda step: 1, "makes keys of"),
     "random_unwrap": _elementwise,
     "dot_product_attention_fwd_wrapper": _attention_call,

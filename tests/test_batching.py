@@ -368,6 +368,25 @@ PER_ROW = {
     "output that is shared": (lambda x: (x, W), [X], [0]),
     "outer product within a row": (lambda x: x[:, :, None] * x[:, None], [X], [0]),
     "fourier transform": (lambda x: jnp.abs(jnp.fft.rfft(x, axis=-1)), [X], [0]),
+    "keys split per row": (
+        lambda x, k: x + jax.vmap(lambda k: jax.random.uniform(jax.random.split(k)[1], (T, D)))(k),
+        [X, jax.random.split(KEY, BATCH)],
+        [0, 0],
+    ),
+    "rows repeated by their numbers": (
+        lambda x: x[jnp.repeat(jnp.arange(x.shape[0]), 2)].reshape(-1, 2, T, D).sum(1),
+        [X],
+        [0],
+    ),
+    "zeros flattened either way": (
+        lambda x: (
+            x
+            + jnp.zeros(x.shape[0] * T).reshape(-1, T)[..., None]
+            + jnp.zeros(x.shape[0] * T).reshape(T, -1).T[..., None]
+        ),
+        [X],
+        [0],
+    ),
     "quantised": (
         lambda x: lax.dot_general(
             jnp.round(x * 10).astype(jnp.int8),
@@ -586,6 +605,23 @@ MIXING = {
     ),
     "identity matrix of the batch": (lambda x: jnp.eye(len(x)), [X], [0], "iota"),
     "merged output": (lambda x: x.reshape(-1, D), [X], [0], "output 0"),
+    "row numbers behind the batch": (
+        lambda x: lax.gather(
+            jnp.asarray(TABLE),
+            (lax.iota(jnp.int32, x.shape[0]) + x.shape[0])[:, None],
+            lax.GatherDimensionNumbers((1,), (0,), (0,)),
+            (1, D),
+        ),
+        [X],
+        [0],
+        "gather",
+    ),
+    "start that moves with the batch": (
+        lambda x: x.reshape(-1, D)[x.shape[0] // 2 - 1 :: T],
+        [X],
+        [0],
+        "slice",
+    ),
     "count of rows": (lambda x: jnp.ones(x.shape[0]).sum() * x, [X], [0], "reduce_sum"),
     "one row written": (lambda x: x.at[0].set(0.0), [X], [0], "scatter"),
     "shared value in one row": (
@@ -664,6 +700,35 @@ def test_wrong_batch_axis_is_refused_by_the_inputs_name(axis):
     graphs = [trace(lambda _, x: x, (), {"ids": jnp.ones((n, 3))}) for n in (4, 2)]
     with pytest.raises(InputError, match=r"inputs\[0\]\['ids'\].*batch_axes"):
         find_rows(*graphs, 4, 2, [axis])
+
+
+@st.composite
+def einsums(draw):
+    """Two operands, each with the batch in some or none of them, and any result."""
+    terms = [draw(st.permutations("btde").map(lambda p: "".join(p[:3]))) for _ in range(2)]
+    letters = sorted(set("".join(terms)))
+    out = draw(st.permutations(letters))[: draw(st.integers(1, len(letters)))]
+    return f"{','.join(terms)}->{''.join(out)}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(einsums())
+def test_random_einsum_is_accepted_if_and_only_if_the_batch_stays(spec):
+    size = {"b": BATCH, "t": T, "d": D, "e": 3}
+    inputs, out = spec.split("->")
+    operands = [weight(*(size[c] for c in term)) for term in inputs.split(",")]
+    axes = [term.index("b") if "b" in term else None for term in inputs.split(",")]
+
+    def f(*args):
+        return jnp.einsum(spec, *args)
+
+    if axes == [None, None]:
+        return
+    if "b" in out:
+        assert analyse(f, operands, axes)[1] == [Rows(axis=out.index("b"))]
+    else:
+        with pytest.raises(ModelError, match=r"sums over|reduces over"):
+            analyse(f, operands, axes)
 
 
 OPERATIONS = st.lists(
