@@ -46,6 +46,7 @@ class Tile:
       weights: Accumulators: 2 for a gated product.
       store_slots: Buffers of one piece each between accumulator and result, per warpgroup.
       raster_width: Height, in (cluster) tiles, of the bands of rows in which tiles are visited.
+      in_flight: Steps whose products may still run when the next are issued: with 0 a slot is free one step earlier.
     """
 
     tile_m: int = 128
@@ -57,7 +58,7 @@ class Tile:
     weights: int = 1
     store_slots: int = 2
     raster_width: int = 8
-    prefetch: int = 0
+    in_flight: int = 1
 
     def __post_init__(self):
         """Checks what WGMMA, TMA and the register file allow."""
@@ -66,10 +67,10 @@ class Tile:
                 f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a time and swizzled rows "
                 "are 32 or 64 elements; tile_m is a multiple of 64, tile_n of 32, tile_k is 64; choose such a tile"
             )
-        if self.tile_n > 256 or self.block_m > 256:
+        if self.tile_n > 256 or self.block_m > 512:
             raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box and a WGMMA have at most 256 rows or "
-                "columns; lower them"
+                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a WGMMA has at most 256 columns, two copies at "
+                "most 512 rows; lower them"
             )
         registers = self.weights * self.tile_m * self.tile_n // 128
         if registers > 192:
@@ -77,6 +78,8 @@ class Tile:
                 f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}, weights={self.weights}): accumulators need "
                 f"{registers} registers a thread; 192 leave room for the rest; lower the tile"
             )
+        if self.in_flight not in (0, 1):
+            raise ValueError(f"Tile(in_flight={self.in_flight}): 0 or 1 step can be left; choose one")
         if self.pipeline_depth < 2 or self.store_slots < 1 or self.raster_width < 1:
             raise ValueError(
                 f"Tile(pipeline_depth={self.pipeline_depth}, store_slots={self.store_slots}, "
@@ -92,6 +95,11 @@ class Tile:
     def block_m(self) -> int:
         """Rows of the input in one slot."""
         return self.tile_m * (CONSUMERS if self.schedule == "cooperative" else 1)
+
+    @property
+    def box_m(self) -> int:
+        """Rows of one copy of the input: TMA takes at most 256."""
+        return self.block_m if self.block_m <= 256 else self.block_m // 2
 
     @property
     def piece_n(self) -> int:
@@ -262,7 +270,8 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
         *[plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights,
         plgpu.SMEM((CONSUMERS, plan.slots, PIECE, tile.piece_n), dtype),
         plgpu.Barrier(
-            num_arrivals=1 + plan.weights, num_barriers=depth * (CONSUMERS if plan.pingpong else 1)
+            num_arrivals=tile.block_m // tile.box_m + plan.weights,
+            num_barriers=depth * (CONSUMERS if plan.pingpong else 1),
         ),
         empty,
     ]
@@ -302,12 +311,14 @@ def load(plan: Plan, refs: Refs, worker) -> None:
             slot = lax.rem(i * plan.steps + step, jnp.int32(depth))
             full = refs.full.at[turn + slot]
             k = pl.ds(step * tile.tile_k, tile.tile_k)
-            if tile.prefetch:
-                prefetch(plan, refs, worker, i, step + tile.prefetch)
             plgpu.barrier_wait(refs.empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                refs.x.at[pl.ds(row, tile.block_m), k], refs.x_slots.at[slot], full, collective_axes=x_axes
-            )
+            for first in range(0, tile.block_m, tile.box_m):
+                plgpu.copy_gmem_to_smem(
+                    refs.x.at[pl.ds(row + first, tile.box_m), k],
+                    refs.x_slots.at[slot, pl.ds(first, tile.box_m)],
+                    full,
+                    collective_axes=x_axes,
+                )
             for weight, slots in zip(refs.weights, refs.w_slots, strict=True):
                 plgpu.copy_gmem_to_smem(
                     weight.at[k, pl.ds(col, tile.tile_n)], slots.at[slot], full, collective_axes=w_axes
@@ -316,18 +327,6 @@ def load(plan: Plan, refs: Refs, worker) -> None:
     # No arrival may be left unobserved: in a cluster this also keeps the CTA alive until its partner has sent all.
     for slot in range(depth):
         plgpu.barrier_wait(refs.empty.at[slot])
-
-
-def prefetch(plan: Plan, refs: Refs, worker, i, step) -> None:
-    """Asks for the weight of a later step of this tile, or of the next, to be brought into the L2 cache."""
-    later = lax.div(step, jnp.int32(plan.steps))
-    _, col = origin(plan, worker, i + later)
-    k = pl.ds((step - later * plan.steps) * plan.tile.tile_k, plan.tile.tile_k)
-
-    @pl.when(worker + (i + later) * plan.workers < plan.rows * plan.cols)
-    def _():
-        for weight in refs.weights:
-            plgpu.async_prefetch(weight.at[k, pl.ds(col, plan.tile.tile_n)])
 
 
 def multiply(plan: Plan, refs: Refs, wg, worker) -> None:
@@ -371,12 +370,14 @@ def accumulate(plan: Plan, refs: Refs, accs, wg, i):
         x = refs.x_slots.at[slot, pl.ds(first_row, tile.tile_m)]
         for acc, weight in zip(accs, refs.w_slots, strict=True):
             plgpu.wgmma(acc, x, weight.at[slot])
-        plgpu.wgmma_wait(len(accs))  # This step stays in flight; the one before has read its slot.
-        previous = lax.rem(i * steps + step - 1, jnp.int32(depth))
-        pl.when(step > 0)(lambda: plgpu.barrier_arrive(refs.empty.at[previous]))
+        plgpu.wgmma_wait(tile.in_flight * len(accs))  # The steps before have read their slots.
+        done = step - tile.in_flight
+        slot = lax.rem(i * steps + done, jnp.int32(depth))
+        pl.when(done >= 0)(lambda: plgpu.barrier_arrive(refs.empty.at[slot]))
 
     products = tuple(acc[...] for acc in accs)  # Waits for the last step.
-    plgpu.barrier_arrive(refs.empty.at[lax.rem(i * steps + steps - 1, jnp.int32(depth))])
+    for last in range(steps - tile.in_flight, steps):
+        plgpu.barrier_arrive(refs.empty.at[lax.rem(i * steps + last, jnp.int32(depth))])
     return products
 
 

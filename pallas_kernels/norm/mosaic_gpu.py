@@ -82,15 +82,19 @@ class Tile:
 
     @property
     def layout(self) -> Any:
-        """How (rows, width) values lie in a warpgroup: whole vectors of 16 bytes where the width allows."""
-        threads = 32 if self.rows == 4 else 128
-        vector = next(v for v in (8, 4, 2) if self.width % (threads * v) == 0)
-        tiles = ((4, 32 * vector), (vector,))
-        if self.rows == 1:
-            tiles = ((1, 128 * vector), (32 * vector,), (vector,))
+        """How the values of `shape` lie in a warpgroup: in vectors of 16 bytes where the width allows."""
+        vector = next(v for v in (8, 4, 2) if self.shape[1] % (32 * v) == 0)
         return plgpu.Layout.TILED(
-            plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+            plgpu.Tiling(((4, 32 * vector), (vector,))),
+            warp_dims=(-3,),
+            lane_dims=(-2,),
+            vector_dim=-1,
         )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a warpgroup normalises at a time, a line for each warp: four rows, or four quarters of one."""
+        return (4, self.width * self.rows // 4)
 
 
 def _rows(width: int) -> int:
@@ -123,6 +127,7 @@ class _Refs:
     outputs: tuple[Any, ...]
     rings: tuple[Any, ...]
     arrived: Any
+    partial: Any
 
 
 def normalise(
@@ -161,6 +166,7 @@ def normalise(
             outputs=take(count),
             rings=take(count),
             arrived=next(sections),
+            partial=next(sections),
         )
         _run_cta(named, tile, ctas, eps, centred, emulated)
 
@@ -173,6 +179,7 @@ def normalise(
             plgpu.Barrier(
                 num_arrivals=len(inputs), num_barriers=tile.warpgroups * tile.pipeline_depth
             ),
+            plgpu.SMEM((tile.warpgroups, 2, 4), jnp.float32),
         ],
         grid=(ctas,),
         grid_names=("sm",),
@@ -214,7 +221,7 @@ def _run_cta(
         plgpu.barrier_wait(refs.arrived.at[wg * depth + slot])
         for first in range(0, tile.chunk, tile.rows):
             rings = [ring.at[wg, slot, pl.ds(first, tile.rows)] for ring in refs.rings]
-            _normalise_rows(rings, refs.parameters, tile, eps, centred, emulated)
+            _normalise_rows(rings, refs.parameters, refs.partial.at[wg], tile, eps, centred, emulated)
         plgpu.commit_smem()
         for ring, target in zip(refs.rings, refs.outputs, strict=True):
             plgpu.copy_smem_to_gmem(ring.at[wg, slot], target.at[span(i)])
@@ -226,10 +233,10 @@ def _run_cta(
 
 
 def _normalise_rows(
-    rings, parameters, tile: Tile, eps: float, centred: bool, emulated: bool
+    rings, parameters, partial, tile: Tile, eps: float, centred: bool, emulated: bool
 ) -> None:
     """Replaces rows of x by normed ones, and rows of the residual by the sum."""
-    shape = (tile.rows, tile.width)
+    shape = tile.shape
 
     def load(ring):
         if emulated:
@@ -247,11 +254,37 @@ def _normalise_rows(
         total += load(rings[1])
         store(rings[1], total)
     if centred:
-        mean = jnp.sum(total, axis=1) * (1 / tile.width)
-        total -= lax.broadcast_in_dim(mean, shape, [0])
-    variance = jnp.sum(total * total, axis=1) * (1 / tile.width)
-    normed = total * lax.broadcast_in_dim(lax.rsqrt(variance + eps), shape, [0])
+        total -= _spread(_mean(total, partial.at[0], tile), shape)
+    variance = _mean(total * total, partial.at[1], tile)
+    normed = total * _spread(lax.rsqrt(variance + eps), shape)
     for parameter, combine in zip(parameters, (jnp.multiply, jnp.add), strict=False):
-        value = plgpu.load(parameter, layout=tile.layout.reduce(0), optimized=False)
-        normed = combine(normed, lax.broadcast_in_dim(value.astype(jnp.float32), shape, [1]))
+        normed = combine(normed, _load_parameter(parameter, tile, emulated).astype(jnp.float32))
     store(rings[0], normed)
+
+
+def _load_parameter(parameter, tile: Tile, emulated: bool):
+    """Scale or bias, once a row or in quarters, from global memory: it stays in the L1 cache."""
+    if tile.rows == 4:
+        value = plgpu.load(parameter, layout=tile.layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(value, tile.shape, [1])
+    if emulated:
+        return parameter[...].reshape(tile.shape)
+    return plgpu.load(parameter.reshape(*tile.shape), layout=tile.layout, optimized=False)
+
+
+def _mean(values, partial, tile: Tile):
+    """The mean of each row: one per warp, or one for the warpgroup.
+
+    A warpgroup's sum goes through shared memory of its own: Mosaic's reduction across warps keeps one scratch for
+    the whole CTA, where warpgroups that reduce at the same time overwrite one another's values.
+    """
+    sums = jnp.sum(values, axis=1)
+    if tile.rows == 1:
+        partial[...] = sums
+        plgpu.commit_smem()
+        sums = partial[0] + partial[1] + partial[2] + partial[3]
+    return sums * (1 / tile.width)
+
+
+def _spread(value, shape):
+    return lax.broadcast_in_dim(value, shape, [0]) if value.ndim else value
