@@ -1,0 +1,63 @@
+"""What attention means, in plain float32: the truth that the kernel is compared with."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def attention_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    query_starts: Int[Array, " B"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    bias: Float[Array, "1|B N T S"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count; a query without any gets zero.
+
+    Args:
+      q: Queries; query t stands at position query_starts + t.
+      k: Keys; key s stands at position s.
+      v: Values.
+      scale: Factor of the scores.
+      causal: Whether a query sees only keys up to its own position.
+      window: Number of last keys a query sees, its own position included.
+      lengths: Number of valid keys of each sequence.
+      query_starts: Position of query 0 of each sequence; 0 if None.
+      alibi_slopes: Slope of each query head.
+      bias: Added to the scaled scores.
+
+    Returns:
+      The weighted values in float32.
+    """
+    batch_size, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, num_heads // num_kv_heads, axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
+
+    starts = jnp.zeros(batch_size, jnp.int32) if query_starts is None else query_starts
+    lengths = jnp.full(batch_size, num_keys) if lengths is None else lengths
+    i = (starts[:, None] + jnp.arange(num_queries))[:, None, :, None]
+    j = jnp.arange(num_keys)[None, None, None, :]
+    counts = jnp.broadcast_to(j < lengths[:, None, None, None], (batch_size, 1, num_queries, num_keys))
+    if causal:
+        counts &= j <= i
+    if window is not None:
+        counts &= j > i - window
+    if alibi_slopes is not None:
+        scores -= alibi_slopes.astype(jnp.float32)[None, :, None, None] * jnp.abs(i - j)
+    if bias is not None:
+        scores += bias.astype(jnp.float32)
+
+    scores = jnp.where(counts, scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights /= jnp.where(total > 0, total, 1.0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)

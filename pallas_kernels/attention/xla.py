@@ -1,0 +1,56 @@
+"""Attention by XLA: the fallback on any device, with the scores in memory."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def attention_xla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    lengths: Int[Array, " B"] | None,
+    query_starts: Int[Array, " B"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+    bias: Float[Array, "1|B N T S"] | None,
+) -> Float[Array, "B T N H"]:
+    """Runs jax.nn.dot_product_attention with every term materialised; arguments as in api.attention."""
+    position = jnp.arange(q.shape[1])[None, :, None]
+    if query_starts is not None:
+        position = position + query_starts[:, None, None]
+    key = jnp.arange(k.shape[1])[None, None, :]
+    mask = _mask(position, key, causal, window, lengths)
+    if alibi_slopes is not None:
+        distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
+        alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
+        bias = alibi if bias is None else bias.astype(jnp.float32) + alibi
+    out = jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=None if mask is None else mask[:, None], scale=scale, implementation="xla"
+    )
+    if mask is None:
+        return out
+    return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _mask(
+    position: Int[Array, "1|B T 1"],
+    key: Int[Array, "1 1 S"],
+    causal: bool,
+    window: int | None,
+    lengths: Int[Array, " B"] | None,
+) -> Bool[Array, "1|B T|1 S"] | None:
+    parts = []
+    if causal:
+        parts.append(key <= position)
+    if window is not None:
+        parts.append(key > position - window)
+    if lengths is not None:
+        parts.append(key < lengths[:, None, None])
+    mask = None
+    for part in parts:
+        mask = part if mask is None else mask & part
+    return mask
