@@ -362,7 +362,11 @@ def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
         facts[num_test + num_body :],
         lambda carried: _results(walk, body, [*consts, *carried]),
     )
-    _results(walk, test, [*tests, *carry])
+    (again,) = _results(walk, test, [*tests, *carry])
+    # Under vmap the test has one entry for each row, and each row stops by its own.
+    rows = _rows(_plain(step, again))
+    if rows is not None and any(_rows(fact) != rows for fact in carry):
+        step.refuse("stops by a row, and carries values of no row or of rows that lie elsewhere")
     return tuple(carry)
 
 

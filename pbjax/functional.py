@@ -5,14 +5,15 @@ whose state would change in a call (running statistics, random counters, caches)
 `check_state`, which traces but runs nothing. How a function becomes a graph is in `trace`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import flax.errors
 import flax.linen as nn
 import jax
 from flax import nnx
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval
 
 from pbjax.errors import InputError, InputTypeError, ModelError
 
@@ -87,19 +88,21 @@ def check_state(model: Functional, *inputs: object) -> None:
     if model.apply_and_update is None:
         jax.eval_shape(model.apply, model.params, *inputs)
         return
-    paths = [_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(model.params)[0]]
     closed, out_shape = jax.make_jaxpr(model.apply_and_update, return_shape=True)(
         model.params, *inputs
     )
-    after = [_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(out_shape[1])[0]]
-    before = dict(zip(paths, closed.jaxpr.invars, strict=False))
-    outvars = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - len(after) :]
+    before = dict(zip(_paths(model.params), closed.jaxpr.invars, strict=False))
+    after = _paths(out_shape[1])
+    num_results = len(closed.jaxpr.outvars) - len(after)
+    after = dict(zip(after, closed.jaxpr.outvars[num_results:], strict=True))
+    unused = _unused_counts(model.params, closed.jaxpr, num_results)
     changed = [
         path
-        for path, var in zip(after, outvars, strict=True)
-        if path not in before or _origin(closed.jaxpr, var) is not before[path]
+        for path in sorted({*before, *after} - unused)
+        if path not in before
+        or path not in after
+        or _origin(closed.jaxpr, after[path]) is not before[path]
     ]
-    changed += [path for path in paths if path not in after]
     if changed:
         raise ModelError(
             f"{model.name}: a call changes its state ({', '.join(changed)}); only models whose "
@@ -179,22 +182,54 @@ def _name(model: Model) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def _path(path: tuple[object, ...]) -> str:
+def _paths(tree: object) -> list[str]:
+    """Names of the leaves of a state, as a user writes them."""
+    return [_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _path(path: Sequence[object]) -> str:
     names = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path)
     return ".".join(str(name) for name in names).removesuffix(".value")
 
 
+def _unused_counts(state: object, jaxpr: Jaxpr, num_results: int) -> set[str]:
+    """Random counters that no result depends on, as where a layer draws a seed for zeros."""
+    needed = [i < num_results for i in range(len(jaxpr.outvars))]
+    _, used = partial_eval.dce_jaxpr(jaxpr, needed)
+    variables = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )[0]
+    counts = {_path(path) for path, leaf in variables if isinstance(leaf, nnx.RngCount)}
+    return {path for path, use in zip(_paths(state), used, strict=False) if not use} & counts
+
+
 def _origin(jaxpr: Jaxpr, atom: Var | Literal) -> Var | Literal:
-    """The value that an output is a mere copy of, looking through nested calls."""
+    """The value that an output is a mere copy of, looking through calls and loops."""
     writers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     while not isinstance(atom, Literal) and atom in writers:
         equation = writers[atom]
-        body = next((equation.params[key] for key in _CALLS if key in equation.params), None)
-        if equation.primitive.name in ("scan", "while", "cond") or body is None:
+        source = _passed_through(equation, equation.outvars.index(atom))
+        if source is None:
             return atom
-        body = getattr(body, "jaxpr", body)
-        inner = _origin(body, body.outvars[equation.outvars.index(atom)])
-        if isinstance(inner, Literal) or inner not in body.invars:
-            return atom
-        atom = equation.invars[body.invars.index(inner)]
+        atom = source
     return atom
+
+
+def _passed_through(equation: JaxprEqn, result: int) -> Var | Literal | None:
+    """The operand of a call or loop that it returns unchanged as the numbered result."""
+    params = equation.params
+    body = next((params[key] for key in _CALLS if key in params), None)
+    if body is None:
+        return None
+    body = getattr(body, "jaxpr", body)
+    inner = _origin(body, body.outvars[result])
+    if isinstance(inner, Literal) or inner not in body.invars:
+        return None
+    operand = body.invars.index(inner)
+    if equation.primitive.name == "scan":
+        positions = params["ft_in"].update(range(len(equation.invars))).unpack()
+        consts, carry, xs = (tuple(role) for role in positions)
+        returned = xs if result >= len(carry) else (len(consts) + result,)
+        if operand not in returned:
+            return None
+    return equation.invars[operand]

@@ -348,6 +348,13 @@ PER_ROW = {
         [X],
         [0],
     ),
+    "vmapped while": (
+        lambda x: jax.vmap(
+            lambda r: lax.while_loop(lambda c: c.sum() < 3, lambda c: c + jnp.abs(c) + 0.1, r)
+        )(x),
+        [X],
+        [0],
+    ),
     "vmapped cond": (
         lambda x, n: jax.vmap(lambda r, k: lax.cond(k > 2, jnp.sin, jnp.cos, r))(x, n),
         [X, LENGTHS],
