@@ -19,6 +19,8 @@ from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+MB = 1_000_000
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -49,7 +51,7 @@ def convert(
                 dtype,
                 reference=reference,
                 report=(lambda line: None) if as_json else print,
-                progress=lambda done, total: progress("convert", done, total, "bytes"),
+                progress=lambda done, total: progress("convert", done // MB, total // MB, "MB"),
             )
         if as_json:
             print(json.dumps(report.as_dict(), default=str))
@@ -92,7 +94,7 @@ def optimize(
             dtype,
             verify=True,
             report=say,
-            progress=lambda done, total: progress("load", done, total, "bytes"),
+            progress=lambda done, total: progress("load", done // MB, total // MB, "MB"),
         )
         encoded = text.encode(models.load_tokenizer(model), sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)

@@ -119,23 +119,35 @@ def compile_split(
 def verify(
     analysis: Analysis,
     leaves: Sequence[Array],
-    split: CompiledProgram,
+    splits: Sequence[CompiledProgram],
     unsplit: CompiledProgram,
-) -> float:
-    """Largest difference between two programs' outputs on fresh random inputs.
+    progress: Callable[[int, int, str], None],
+) -> float | None:
+    """Largest difference between the outputs of splits and unsplit program on fresh random inputs.
+
+    Args:
+      analysis: The model.
+      leaves: Leaves of the example inputs: the fresh ones are of their kind.
+      splits: What is checked.
+      unsplit: What it is compared with.
+      progress: Called as progress(done, total, item).
+
+    Returns:
+      The difference; None if there is no split.
 
     Raises:
       VerificationError: It is larger than the dtypes allow.
     """
-    worst = 0.0
-    for seed in VERIFIED_SEEDS:
+    differences = []
+    total = len(VERIFIED_SEEDS) * len(splits)
+    for seed in VERIFIED_SEEDS if splits else ():
         fresh = fresh_inputs(leaves, analysis.batch.axes, seed)
-        outputs = [
-            jax.tree.leaves(compiled.program(compiled.weights, *fresh))
-            for compiled in (split, unsplit)
-        ]
-        worst = max(worst, largest_difference(analysis.graph, *outputs))
-    return worst
+        expected = jax.tree.leaves(unsplit.program(unsplit.weights, *fresh))
+        for split in splits:
+            progress(len(differences), total, f"{split.way.name} {split.way.sizes}")
+            outputs = jax.tree.leaves(split.program(split.weights, *fresh))
+            differences.append(largest_difference(analysis.graph, outputs, expected))
+    return max(differences, default=None)
 
 
 def measure(

@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis
-from pbjax.compilation import CompiledProgram, Way, compile_split, compile_unsplit, measure, verify
 from pbjax.choices import Choice
+from pbjax.compilation import CompiledProgram, Way, compile_split, compile_unsplit, measure, verify
 from pbjax.phases import Phases
 from pbjax.plan import Plan, Seconds
 from pbjax.reports import MeasuredProgram
@@ -74,12 +74,8 @@ def run_contest(
         for way in ways:
             report(1 + len(splits), 1 + len(ways), f"{way.name} {way.sizes}")
             splits.append(compile_split(analysis, leaves, way, unroll=unroll))
-    difference = None
-    with phases.phase("verify", len(splits)) as report:
-        for index, split in enumerate(splits):
-            report(index, len(splits), f"{split.way.name} {split.way.sizes}")
-            found = verify(analysis, leaves, split, unsplit)
-            difference = max(found, difference or 0.0)
+    with phases.phase("verify") as report:
+        difference = verify(analysis, leaves, splits, unsplit, report)
     timed: tuple[MeasuredProgram, ...] = ()
     if splits and not _settled(choice):
         with phases.phase("measure"):

@@ -205,7 +205,7 @@ class Lane:
 
     def _inner(self, atom: Atom, block: int | Array) -> Array:
         if isinstance(atom, Literal):
-            return atom.val
+            return self._atom(atom)
         if atom in self.live:
             return self.live[atom]
         if atom in self._shared:
@@ -213,7 +213,9 @@ class Lane:
         return lax.dynamic_index_in_dim(self._per_block[atom], block, keepdims=False)
 
     def _atom(self, atom: Atom) -> Array:
-        return atom.val if isinstance(atom, Literal) else self.outer[atom]
+        if isinstance(atom, Literal):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        return self.outer[atom]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,5 +333,4 @@ def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
 
 def _strong(x: Array, dtype: jnp.dtype) -> Array:
     """Makes a value fit to be carried by a loop: an array whose dtype bends to no operand."""
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)
     return lax.convert_element_type(x, dtype) if x.weak_type else x

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from pbjax.device import ResourceClass
+from pbjax.classify import ClassShare
 from pbjax.outline import Outline, StageInfo
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
@@ -16,25 +16,6 @@ from pbjax.schedule import PROLOGUE, Slot, Timetable
 from pbjax.search import Candidate, SearchResult
 
 WIDTH = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassShare:
-    """What the operations of one resource class amount to.
-
-    Attributes:
-      resource: The class.
-      operations: How many operations.
-      flops: Their FLOPs.
-      bytes: Bytes that they read and write, each on its own.
-      seconds: Their predicted seconds at the device's peak rates.
-    """
-
-    resource: ResourceClass
-    operations: int
-    flops: float
-    bytes: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +228,7 @@ def programs_section(report: Report) -> str:
             "+".join(map(str, program.sizes)),
             _ms(program.predicted_s),
             _ms(program.measured_s),
-            f"{_ms(program.spread_s)}",
+            _ms(program.spread_s),
             f"{report.batch_size / program.measured_s:,.1f}",
             f"{program.temporary_bytes / 1e6:,.1f}",
             f"{program.weight_bytes / 1e6:,.1f}",
@@ -258,17 +239,19 @@ def programs_section(report: Report) -> str:
     columns = (
         "program",
         "sizes",
-        "predicted ms",
-        "measured ms",
+        "predicted",
+        "measured",
         "spread",
         "items/s",
         "temp MB",
-        "extra weights MB",
+        "weights MB",
         "compile s",
     )
-    return (
-        _table(f"programs: one pass over {report.batch_size} rows", columns, rows) if rows else ""
+    title = (
+        f"programs: ms for one pass over {report.batch_size} rows; memory beside the model's own "
+        "weights, inputs and outputs"
     )
+    return _table(title, columns, rows) if rows else ""
 
 
 def phases_section(report: Report) -> str:
@@ -361,11 +344,12 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 or column in _LEFT else "right")
     for row in rows:
         table.add_row(*map(str, row))
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().split("\n"))
+    lines = console.file.getvalue().strip("\n").split("\n")
+    return "\n".join([title, *(line.rstrip() for line in lines)])

@@ -7,7 +7,7 @@ the decision to the same function traced at any batch size. Which block repeats 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
 from pbjax.device import Device, ResourceClass
 from pbjax.profiling import Outline, StageInfo
+from pbjax.schedule import MAX_SUB_BATCHES
 from pbjax.trace import Atom, Aval, Graph, Operation, loop_body
 
 # What a stage costs in any cutting, as a share of its block: shorter ones are not worth a slot.
@@ -106,7 +107,8 @@ def cut(graph: Graph, labels: Sequence[Label], device: Device) -> Cutting:
     Of all cuttings of the block into contiguous stages the cheapest is taken, by dynamic
     programming: a stage costs the time of its operations outside its own class, since another
     sub-batch's stage of that class cannot run beside them; a cut costs the time to write and read
-    back the values that cross it.
+    back the values that cross it. There are as many stages as there may be sub-batches, or more,
+    since two sub-batches at one stage compete for one resource.
 
     Args:
       graph: The function traced at the whole batch.
@@ -214,18 +216,45 @@ def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> t
             sums[k + 1] = sums[k] + label.seconds * (label.resource == resource)
     sums = np.stack(list(busy.values()))
     overhead = STAGE_SHARE * float(sums[:, -1].sum())
-    best, previous = [0.0], [0]
-    for end in range(1, count + 1):
+
+    def costs(end: int) -> np.ndarray:
+        """Of a last stage from each earlier position up to end."""
         spent = sums[:, end : end + 1] - sums[:, :end]
         foreign = spent.sum(axis=0) - spent.max(axis=0)
         boundary = 2 * np.array(crossing[:end]) / device.memory_bytes_per_s
-        totals = np.array(best) + foreign + boundary + overhead
-        previous.append(int(np.argmin(totals)))
-        best.append(float(totals[previous[-1]]))
-    starts = [previous[count]]
-    while starts[-1] > 0:
-        starts.append(previous[starts[-1]])
-    return tuple(reversed(starts))
+        return foreign + boundary + overhead
+
+    return _cheapest_path(count, costs, min(MAX_SUB_BATCHES, count))
+
+
+def _cheapest_path(
+    count: int, costs: Callable[[int], np.ndarray], min_pieces: int
+) -> tuple[int, ...]:
+    """Begins of the contiguous pieces of 0 .. count whose costs add up to the least.
+
+    Args:
+      count: Where the last piece ends.
+      costs: For an end, the cost of a piece from each position before it.
+      min_pieces: How many pieces there must be at least.
+    """
+    best = np.full((min_pieces + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
+    previous = np.zeros((min_pieces + 1, count + 1, 2), int)
+    for end in range(1, count + 1):
+        cost = costs(end)
+        for pieces in range(1, min_pieces + 1):
+            # The last row stands for min_pieces or more, so it may follow on itself.
+            for before in {pieces - 1, pieces} if pieces == min_pieces else {pieces - 1}:
+                totals = best[before, :end] + cost
+                begin = int(np.argmin(totals))
+                if totals[begin] < best[pieces, end]:
+                    best[pieces, end] = totals[begin]
+                    previous[pieces, end] = before, begin
+    begins, pieces, end = [], min_pieces, count
+    while end > 0:
+        pieces, end = previous[pieces, end]
+        begins.append(int(end))
+    return tuple(reversed(begins))
 
 
 def _resource(labels: Sequence[Label]) -> ResourceClass:
