@@ -11,6 +11,7 @@ and where the batch lies, is not decided here.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 import jax
@@ -21,6 +22,11 @@ from jax.typing import ArrayLike
 from pbjax.errors import ModelError
 
 type Atom = int | Literal
+
+# Frames that are no line of the user's model; a model may lie in any folder, one named jax or pbjax
+# among them.
+_NOT_USERS = ("<", f"{Path(jax.__file__).parent}/", f"{Path(__file__).parent}/")
+_FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
 
 INLINED = {
     "jit": "jaxpr",
@@ -248,7 +254,7 @@ def _user_frame(equation: JaxprEqn) -> str:
     frames = traceback.frames if traceback else []
     for frame in frames:
         path = frame.file_name
-        if not any(part in path for part in ("/jax/", "/flax/", "/pbjax/", "<")):
+        if not path.startswith(_NOT_USERS) and not any(part in path for part in _FLAX):
             return f"{path.rsplit('/', 1)[-1]}:{frame.line_num}"
     return ""
 

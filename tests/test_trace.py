@@ -133,6 +133,18 @@ def test_description_names_primitive_scope_and_line():
     assert text.startswith("reduce_sum in norm (test_trace.py:")
 
 
+def test_line_is_named_wherever_the_model_lies(tmp_path):
+    """Folders with the names of libraries are the user's as well."""
+    folder = tmp_path / "pbjax" / "jax"
+    folder.mkdir(parents=True)
+    source = folder / "model.py"
+    source.write_text("def f(x):\n    return x.sum(0)\n")
+    names = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    (operation,) = traced(names["f"], X).operations
+    assert describe(operation) == "reduce_sum (model.py:2)"
+
+
 def test_operations_that_no_output_needs_are_left_out():
     assert primitives(traced(lambda x: (jnp.cos(x), jnp.sin(x))[1], X)) == ["sin"]
 
