@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pbjax.errors import DeviceError
 from pbjax.execution import MIN_ROWS, Lane, WeightLayout, overlap_options, run_inline
 from pbjax.profiling import StageInfo, Timing
 from pbjax.schedule import PROLOGUE
@@ -25,6 +26,7 @@ from pbjax.stages import Program, Stage
 # A sample lasts at least this long, so that neither the clock's resolution nor a hiccup matters.
 MIN_SAMPLE_S = 0.02
 SAMPLES = 5
+MAX_TRACED_CALLS = 100
 
 
 def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> Timing:
@@ -145,9 +147,9 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
     """Seconds of a short function: of its kernels on a GPU, by the wall clock elsewhere."""
     if jax.default_backend() != "gpu":
         return time_function(function, *args)
-    wall = time_function(function, *args)
-    calls = max(1, int(MIN_SAMPLE_S / wall.median_s))
-    return _summary([_busy_seconds(function, args, calls) for _ in range(SAMPLES)])
+    wall_s = time_function(function, *args, samples=1).median_s
+    calls = max(SAMPLES, min(MAX_TRACED_CALLS, int(MIN_SAMPLE_S / wall_s)))
+    return _summary(busy_seconds(_traced_kernels(function, args, calls), calls))
 
 
 def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
@@ -158,22 +160,43 @@ def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _busy_seconds(function: Callable, args: Sequence[object], calls: int) -> float:
-    """Seconds in which the GPU ran at least one kernel, per call, from a profiler trace."""
+def _traced_kernels(
+    function: Callable, args: Sequence[object], calls: int
+) -> list[tuple[float, float]]:
+    """Start and end, in seconds, of every kernel that some calls ran on the GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             _sample(function, args, calls)
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         trace = jax.profiler.ProfileData.from_file(path)
-    intervals = [
-        (event.start_ns, event.start_ns + event.duration_ns)
+    return [
+        (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
         for plane in trace.planes
         if plane.name.startswith("/device:GPU:")
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    return union_length(intervals) * 1e-9 / calls
+
+
+def busy_seconds(kernels: Sequence[tuple[float, float]], calls: int) -> list[float]:
+    """Seconds of each call in which at least one of its kernels ran.
+
+    Args:
+      kernels: Start and end of each kernel; every call ran the same number of them.
+      calls: How many calls ran one after the other.
+
+    Raises:
+      DeviceError: The trace holds no kernels, or not the same number for each call.
+    """
+    each, left = divmod(len(kernels), calls)
+    if not each or left:
+        raise DeviceError(
+            f"timing: a profiler trace of {calls} calls holds {len(kernels)} kernels; an equal number "
+            "for each call is needed; run nothing else on the device, and measure again"
+        )
+    ordered = sorted(kernels)
+    return [union_length(ordered[i : i + each]) for i in range(0, len(ordered), each)]
 
 
 def union_length(intervals: Sequence[tuple[float, float]]) -> float:

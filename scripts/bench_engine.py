@@ -23,7 +23,10 @@ from models import BertConfig, BertModel
 from pbjax.analysis import analyse
 from pbjax.device import find_device
 
-IMPORTS = "import time, jax; t = time.perf_counter(); import pbjax.pipeline; print(time.perf_counter() - t)"
+IMPORTS = (
+    "import time, jax; start = time.perf_counter(); import pbjax.pipeline; "
+    "print(time.perf_counter() - start)"
+)
 
 
 def main():
