@@ -204,10 +204,12 @@ def _random_bits(step: Step, rows: Located) -> Located:
 
 def _attention_call(step: Step, rows: Located) -> Located:
     """Attention of cuDNN: the batch leads in every operand, one of length 1 is shared."""
-    if any(r is not None and r != Rows(axis=0) for r in rows):
+    found = main_rows(step, rows)
+    if found != Rows(axis=0) or join(step, rows) != found:
         step.refuse("takes the batch as its first axis only, and finds it elsewhere")
-    outputs = len(step.operation.outputs)
-    return (Rows(axis=0),) + (Rows(axis=0),) * (outputs - 1)
+    if step.params["dropout_rate"]:
+        step.refuse("drops entries by one seed for all rows")
+    return step.same(found)
 
 
 RULES: Mapping[str, Rule] = {

@@ -240,14 +240,6 @@ def _fft_flops(equation: JaxprEqn) -> int | float:
     return 5 * elements * math.log2(max(points, 2))
 
 
-def _cholesky_flops(equation: JaxprEqn) -> int | float:
-    return _elements(equation.invars[0]) * _shape(equation.invars[0])[-1] / 3
-
-
-def _solve_flops(equation: JaxprEqn) -> int | float:
-    return _elements(equation.invars[1]) * _shape(equation.invars[0])[-1]
-
-
 def _attention_flops(equation: JaxprEqn) -> int | float:
     """The two products of attention; every score counts, masked or not."""
     query, key = (_shape(var) for var in equation.invars[:2])
@@ -264,8 +256,6 @@ _FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "top_k": _top_k_flops,
     "approx_top_k": _top_k_flops,
     "fft": _fft_flops,
-    "cholesky": _cholesky_flops,
-    "triangular_solve": _solve_flops,
     "dot_product_attention_fwd_wrapper": _attention_flops,
     **dict.fromkeys(_SCATTERS, _scatter_flops),
     **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), _random_flops),

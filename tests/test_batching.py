@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo
 
 from pallas_kernels.testing import assert_close
 from pbjax.batching import Rows, find_rows
@@ -660,6 +661,41 @@ def test_function_that_mixes_rows_is_refused_by_the_operations_name(name):
     with pytest.raises(ModelError, match=operation) as raised:
         analyse(f, inputs, axes)
     assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Lets attention by cuDNN be traced on a machine without it; nothing of it is run."""
+    for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
+        monkeypatch.setattr(fused_attention_stablehlo, check, lambda *args: 99999)
+    equal = "is_cuda_compute_capability_equal"
+    monkeypatch.setattr(fused_attention_stablehlo, equal, lambda *args: False)
+
+
+def cudnn_attention(q, lengths, mask):
+    return jax.nn.dot_product_attention(
+        q,
+        q,
+        q,
+        mask=mask,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+HALF_HEADS = jax.ShapeDtypeStruct((BATCH, 8, 2, 64), jnp.bfloat16)
+MASK = jax.ShapeDtypeStruct((BATCH, 1, 8, 8), jnp.bool_)
+
+
+def test_attention_by_cudnn_keeps_rows_apart(cudnn):
+    _, outputs = analyse(cudnn_attention, [HALF_HEADS, LENGTHS, MASK], [0, 0, 0])
+    assert outputs == [Rows(axis=0)]
+
+
+def test_attention_by_cudnn_over_the_batch_is_refused(cudnn):
+    with pytest.raises(ModelError, match="dot_product_attention"):
+        analyse(lambda q: cudnn_attention(q.transpose(1, 0, 2, 3), None, None), [HALF_HEADS], [0])
 
 
 def test_rows_of_inner_values_are_reported():

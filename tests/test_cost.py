@@ -9,6 +9,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import pallas as pl
 
 from pbjax.cost import Cost, equation_cost, total_cost
 from pbjax.functional import functional
@@ -143,6 +145,24 @@ BY_HAND = {
         0,
         64,
     ),
+    "product of ragged groups": (
+        lambda x, w, sizes: lax.ragged_dot(x, w, sizes),
+        [spec(6, 8), spec(3, 8, 5), spec(3, dtype=ID)],
+        2 * 6 * 8 * 5,
+        4 * (48 + 120 + 3 + 30),
+    ),
+    "fourier transform": (
+        lambda x: lax.fft(x, "fft", (8,)),
+        [spec(4, 8, dtype=jnp.complex64)],
+        5 * 4 * 8 * 3,
+        2 * 4 * 8 * 8,
+    ),
+    "random bits": (
+        lambda key: jax.random.bits(key, (4, 8)),
+        [jax.eval_shape(jax.random.key, 0)],
+        50 * 32,
+        8 + 128,
+    ),
     "scatter-add": (
         lambda x, i, u: lax.scatter_add(x, i, u, lax.ScatterDimensionNumbers((1,), (0,), (0,))),
         [spec(1000, 8), spec(3, 1, dtype=ID), spec(3, 8)],
@@ -171,6 +191,36 @@ def test_cost_computed_by_hand(name):
 )
 def test_transcendental_functions_have_a_count_of_their_own(f, flops):
     assert cost_of(f, X) == cost(flops=flops, transcendentals=32, bytes=256)
+
+
+def test_attention_by_cudnn_counts_its_two_products(monkeypatch):
+    for check in ("check_cudnn_version", "check_compute_capability", "check_is_flash_attention"):
+        monkeypatch.setattr(fused_attention_stablehlo, check, lambda *args: 99999)
+    equal = "is_cuda_compute_capability_equal"
+    monkeypatch.setattr(fused_attention_stablehlo, equal, lambda *args: False)
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    q, k = spec(2, 8, 4, 64, dtype=jnp.bfloat16), spec(2, 16, 4, 64, dtype=jnp.bfloat16)
+    found = cost_of(attention, q, k, k)
+    moved = 2 * (2 * 4 * 64) * (8 + 16 + 16 + 8)
+    assert found == cost(flops=4 * (2 * 8 * 4 * 64) * 16, bytes=moved)
+
+
+def test_kernel_costs_what_its_author_declares():
+    def f(x):
+        return pl.pallas_call(
+            lambda x_ref, y_ref: None,
+            out_shape=spec(4, 8),
+            cost_estimate=pl.CostEstimate(flops=5, transcendentals=6, bytes_accessed=7),
+        )(x)
+
+    assert cost_of(f, X) == cost(flops=5, transcendentals=6, bytes=7)
+
+
+def test_kernel_without_a_declaration_is_unknown():
+    def f(x):
+        return pl.pallas_call(lambda x_ref, y_ref: None, out_shape=spec(4, 8))(x)
+
+    assert cost_of(f, X) == Cost(bytes=256.0, known=False)
 
 
 def test_power_of_arrays_is_transcendental():
