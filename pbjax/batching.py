@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.typing import ArrayLike
 
 from pbjax.batching_indexing import INDEXING_RULES, fold, generate, index_step, special
 from pbjax.batching_layout import Constant, Fact, Kind, Layout, Rows, Step, fits, refuse
@@ -103,14 +104,6 @@ def _check_leaves(graph: Graph, probe: Graph, walk: "_Walk", facts: Sequence[Fac
     for name, fact, (aval, twin) in zip(graph.names, facts, pairs, strict=False):
         if not fits(_rows(fact), aval.shape, twin.shape, walk.batch_size, walk.probe_size):
             _refuse_leaf(name, fact, walk, aval.shape, twin.shape)
-    for name, value, twin in zip(
-        graph.names[graph.num_weights - len(graph.constants) :],
-        graph.constants,
-        probe.constants,
-        strict=False,
-    ):
-        if value is not twin and not np.array_equal(np.asarray(value), np.asarray(twin)):
-            walk.changed("its values change", f"the array {name}")
 
 
 def _refuse_leaf(
@@ -154,11 +147,14 @@ class _Walk:
         )
 
     def read(self, env: Mapping[int, Fact], atom: Atom, twin: Atom) -> Fact:
-        if not isinstance(atom, Literal) or not isinstance(twin, Literal):
-            return env[atom] if not isinstance(atom, Literal) else None
-        if np.ndim(atom.val) or np.ndim(twin.val):
-            return None
-        return Constant(value=np.asarray(atom.val), probe_value=np.asarray(twin.val))
+        """What is known of a value, or of a literal in the graph and in the probe."""
+        if not isinstance(atom, Literal):
+            return env[atom]
+        assert isinstance(twin, Literal)
+        if np.ndim(atom.val) == np.ndim(twin.val) == 0:
+            return Constant(value=np.asarray(atom.val), probe_value=np.asarray(twin.val))
+        self._check_captured("captured in a call", atom.val, twin.val)
+        return None
 
     def graph(self, graph: Graph, probe: Graph, facts: Sequence[Fact]) -> Env:
         """Facts of all values of a graph, from those of its weights and inputs."""
@@ -191,6 +187,14 @@ class _Walk:
             )
         if _numbers(graph.outputs) != _numbers(probe.outputs):
             self.changed("it returns other values", "the function")
+        names = graph.names[graph.num_weights - len(graph.constants) :]
+        for name, *values in zip(names, graph.constants, probe.constants, strict=False):
+            self._check_captured(name, *values)
+
+    def _check_captured(self, name: str, value: ArrayLike, probe_value: ArrayLike) -> None:
+        if value is not probe_value and not np.array_equal(value, probe_value):
+            shapes = f"shape {np.shape(value)} becomes {np.shape(probe_value)}"
+            self.changed(f"its values change ({shapes})", f"the array {name}")
 
     def _check_params(self, operation: Operation, twin: Operation) -> None:
         ignored = _SIZED.get(operation.primitive, set())

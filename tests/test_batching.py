@@ -604,6 +604,24 @@ MIXING = {
         "operations",
     ),
     "array of the batch": (lambda x: x + np.ones((len(x), 1, 1), np.float32), [X], [0], "captured"),
+    "array of the batch in a nested call": (
+        jax.jit(lambda x: x + np.ones((len(x), 1, 1), np.float32)),
+        [X],
+        [0],
+        "captured",
+    ),
+    "array filled with the batch size": (
+        jax.jit(lambda x: x + jnp.asarray(np.full((1, 1, D), len(x), np.float32))),
+        [X],
+        [0],
+        "captured",
+    ),
+    "array in a loop filled with the batch size": (
+        lambda x: lax.fori_loop(0, 3, lambda i, y: y + np.full((1, 1, D), len(x), np.float32), x),
+        [X],
+        [0],
+        "captured",
+    ),
     "power of the batch": (lambda x: lax.integer_pow(x, len(x)), [X], [0], "integer_pow"),
     "window that moves with the batch": (
         lambda x: jnp.tile(x, (1, 3, 1))[:, len(x) : len(x) + 2],
