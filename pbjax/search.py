@@ -28,8 +28,8 @@ from pbjax.throughput import Evaluator
 type Policy = Literal["window", "exhaustive"]
 
 MAX_KINKS = 40
-MAX_SEEDS = 240
-MAX_SLIDES = 16
+MAX_SEEDS = 320
+MAX_SLIDES = 32
 # So few candidates are looked at whole; of more, a tenth at most.
 SMALL_SPACE = 5000
 # So few sizes are all visited, if that is within the tenth.
