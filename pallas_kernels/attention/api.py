@@ -26,10 +26,11 @@ def attention(
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count; a query without any gets zero.
+    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count.
 
-    Query head n reads key-value head n // (N / K). Keys and values beyond a sequence's length do not count, but must
-    be finite. The kernel computes scores and sums in f32 and rounds the weights to the dtype of q.
+    A query that no key counts for gets zero. Query head n reads key-value head n // (N / K). Keys
+    and values beyond a sequence's length do not count, but must be finite. The kernel computes
+    scores and sums in f32 and rounds the weights to the dtype of q.
 
     Args:
       q: Queries, f16 or bf16 for the kernel; query t stands at position query_starts + t.
@@ -40,7 +41,8 @@ def attention(
       lengths: Number of valid keys of each sequence; all if None. Clipped to 0 .. S.
       query_starts: Position of query 0 of each sequence, with causal or alibi_slopes; 0 if None.
       alibi_slopes: Slope of each query head, computed inside from positions.
-      bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of q by the kernel.
+      bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of
+        q by the kernel.
       scale: Factor of the scores; 1 / sqrt(H) if None.
       sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
@@ -53,8 +55,8 @@ def attention(
       ValueError: Shapes or options that do not fit, or a budget above the device's SMs.
       NotImplementedError: The named implementation cannot do this.
 
-    Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm 2; Press et al.
-    2022 for ALiBi.
+    Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm
+    2; Press et al. 2022 for ALiBi.
     """
     check_attention(q, k, v, window, causal, lengths, query_starts, alibi_slopes, bias)
     scale = _check_scale(q, scale)
@@ -89,32 +91,45 @@ def check_attention(q, k, v, window, causal, lengths, query_starts, alibi_slopes
         )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or 0 in q.shape + k.shape:
         raise ValueError(
-            f"attention(q{q.shape}, k{k.shape}): batch or head size differ, or a dimension is empty; "
+            f"attention(q{q.shape}, k{k.shape}): batch or head size differ, or a dimension is "
+            "empty; "
             "both have one B and one H; check the layout, heads come third"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"attention(): {q.shape[2]} query heads over {k.shape[2]} key-value heads; N must be a multiple of K; "
+            f"attention(): {q.shape[2]} query heads over {k.shape[2]} key-value heads; N must be a "
+            "multiple of K; "
             "check the number of heads"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
-            f"attention(): dtypes {q.dtype}, {k.dtype}, {v.dtype}; q, k and v share one floating dtype; cast them"
+            f"attention(): dtypes {q.dtype}, {k.dtype}, {v.dtype}; q, k and v share one floating "
+            "dtype; cast them"
         )
     if window is not None and (not causal or window < 1):
         raise ValueError(
-            f"attention(window={window}, causal={causal}): a window is at least 1 and causal; pass causal=True"
+            f"attention(window={window}, causal={causal}): a window is at least 1 and causal; pass "
+            "causal=True"
         )
     batch_size, num_queries, num_heads = q.shape[:3]
     for name, x in (("lengths", lengths), ("query_starts", query_starts)):
         if x is not None and (x.shape != (batch_size,) or not jnp.issubdtype(x.dtype, jnp.integer)):
-            raise ValueError(f"attention({name}={x.dtype}{x.shape}): integers of shape ({batch_size},); one a sequence")
+            raise ValueError(
+                f"attention({name}={x.dtype}{x.shape}): integers of shape ({batch_size},); one a "
+                "sequence"
+            )
     if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
-        raise ValueError(f"attention(alibi_slopes{alibi_slopes.shape}): shape ({num_heads},); one slope a query head")
-    scores = (num_heads, num_queries, k.shape[1])
-    if bias is not None and (bias.ndim != 4 or bias.shape[0] not in (1, batch_size) or bias.shape[1:] != scores):
         raise ValueError(
-            f"attention(bias{bias.shape}): the scores are {(batch_size, *scores)}; the first dimension may be 1, the "
+            f"attention(alibi_slopes{alibi_slopes.shape}): shape ({num_heads},); one slope a query "
+            "head"
+        )
+    scores = (num_heads, num_queries, k.shape[1])
+    if bias is not None and (
+        bias.ndim != 4 or bias.shape[0] not in (1, batch_size) or bias.shape[1:] != scores
+    ):
+        raise ValueError(
+            f"attention(bias{bias.shape}): the scores are {(batch_size, *scores)}; the first "
+            "dimension may be 1, the "
             "others are whole; broadcast it"
         )
 
@@ -123,7 +138,9 @@ def _check_scale(q: jax.Array, scale: float | None) -> float:
     if scale is None:
         return 1 / math.sqrt(q.shape[-1])
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"attention(scale={scale}): a positive number; the kernel takes maxima before it scales")
+        raise ValueError(
+            f"attention(scale={scale}): a positive number; the kernel takes maxima before it scales"
+        )
     return float(scale)
 
 
@@ -133,11 +150,13 @@ def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None
     head_dim = q.shape[-1]
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes float16 and bfloat16; "
+            f"attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes float16 and "
+            "bfloat16; "
             "cast, or use implementation='xla'"
         )
     if head_dim % 8 or not 32 <= head_dim <= 256:
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): head size is {head_dim}; multiples of 8 from 32 to 256 fit; "
+            f"attention(implementation='mosaic_gpu'): head size is {head_dim}; multiples of 8 from "
+            "32 to 256 fit; "
             "use implementation='xla'"
         )

@@ -1,8 +1,9 @@
-"""Attention forward on Hopper tensor cores: a persistent kernel of one TMA warpgroup and two or three consumers.
+"""Attention forward on Hopper tensor cores, as a persistent kernel.
 
-A consumer warpgroup owns 64 query rows. In each step it issues the scores of the next key tile and the product of
-the last probabilities with their values, and takes the softmax of the scores while that product still runs; the
-consumers issue in turn, so that one multiplies while another exponentiates. Key tiles go from the last to the first,
+A CTA is one TMA warpgroup and two or three consumer warpgroups of 64 query rows each. In each step
+a consumer issues the scores of the next key tile and the product of the last weights with their
+values, and takes the softmax of the scores while that product still runs; the consumers issue in
+turn, so that one multiplies while another exponentiates. Key tiles go from the last to the first,
 so that a masked tile comes first and a causal maximum is found early. The grid is the SM budget.
 
 Not here: the choice between implementations and the checks of what a caller may pass (api.py).
@@ -24,7 +25,8 @@ from jaxtyping import Array, Float, Int
 ROWS = 64  # query rows of a consumer warpgroup: the M of WGMMA
 SMEM_BYTES = 232_448
 LOG2_E = math.log2(math.e)
-LOWEST = -1e30  # a finite start of the running maximum: exp2(-inf - LOWEST) is 0, exp2(-inf + inf) would be NaN
+# Start of the running maximum; finite, since exp2(-inf - LOWEST) is 0 and exp2(-inf + inf) is NaN.
+LOWEST = -1e30
 L2_SHARE_BYTES = 24 << 20  # keys and values that may be live in L2 at a time
 
 MATRIX = plgpu.Layout.WGMMA
@@ -35,11 +37,13 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer's and of the TMA warpg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What one CTA holds: `consumers` warpgroups of 64 query rows each, and rings of key and value tiles.
+    """What one CTA holds: warpgroups of 64 query rows each, and rings of key and value tiles.
 
     Args:
-      consumers: Consumer warpgroups, 2 or 3. With 3 a thread has 160 registers, which head sizes to 64 fit in.
-      block_kv: Keys of a tile; a multiple of 64, since WGMMA takes the probabilities 64 columns at a time.
+      consumers: Consumer warpgroups, 2 or 3. With 3 a thread has 160 registers, which head sizes to
+        64 fit in.
+      block_kv: Keys of a tile; a multiple of 64, since WGMMA takes the probabilities 64 columns at
+        a time.
       depth: Tiles in the ring of keys and in the ring of values.
       in_turn: The consumers issue their products in turn.
     """
@@ -50,11 +54,15 @@ class Tile:
     in_turn: bool = True
 
     def __post_init__(self):
+        """Refuses what the hardware cannot hold."""
         if self.consumers not in REGISTERS:
-            raise ValueError(f"Tile(consumers={self.consumers}): 2 or 3 share the registers of an SM")
+            raise ValueError(
+                f"Tile(consumers={self.consumers}): 2 or 3 share the registers of an SM"
+            )
         if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
             raise ValueError(
-                f"Tile(block_kv={self.block_kv}): a multiple of 64 up to 256, the limit of a TMA box"
+                f"Tile(block_kv={self.block_kv}): a multiple of 64 up to 256, the limit of a TMA "
+                "box"
             )
         if self.depth < 1:
             raise ValueError(f"Tile(depth={self.depth}): at least 1")
@@ -96,11 +104,11 @@ class Problem:
         return 2 * (rows + rings + bias)
 
     def shares_output(self) -> bool:
-        """Whether the output is staged where the queries were: large heads leave no room beside them."""
+        """Whether the output is staged where the queries were, as large heads leave no room."""
         return self.head_dim > 128
 
     def heads_per_section(self, tile: Tile) -> int:
-        """How many heads, a divisor of all, run their query tiles longest first before the next ones start."""
+        """How many heads run their query tiles, longest first, before the next heads start."""
         heads = self.batch_size * self.num_heads
         if not self.causal:
             return self.group
@@ -124,7 +132,7 @@ def choose_tile(problem: Problem) -> Tile:
 
 
 class Place(NamedTuple):
-    """One work item: a query tile of one head, and the key tiles first .. last - 1 that it needs."""
+    """One work item: a query tile of one head, and its key tiles first .. last - 1."""
 
     batch: Array
     head: Array
@@ -146,10 +154,13 @@ def _mod(a: Array, b: int) -> Array:
 
 
 def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
-    """Where work item `item` lies; items of one section of heads go from the last query tile to the first."""
+    """Where work item `item` lies; a section of heads starts with its last query tiles."""
     tiles = -(-problem.num_queries // tile.block_q)
     section_heads = problem.heads_per_section(tile)
-    section, within = lax.div(item, jnp.int32(section_heads * tiles)), _mod(item, section_heads * tiles)
+    section, within = (
+        lax.div(item, jnp.int32(section_heads * tiles)),
+        _mod(item, section_heads * tiles),
+    )
     row = (tiles - 1 - lax.div(within, jnp.int32(section_heads))) * tile.block_q
     index = section * section_heads + _mod(within, section_heads)
     batch, head = lax.div(index, jnp.int32(problem.num_heads)), _mod(index, problem.num_heads)
@@ -163,7 +174,8 @@ def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
     if problem.causal:
         seen_by_all = jnp.minimum(keys, row + start + 1)
         seen_by_any = jnp.minimum(keys, row + start + tile.block_q)
-    last = jnp.maximum(_ceil_div(seen_by_any, tile.block_kv), 1)  # one masked tile where there is no key
+    # Where there is no key, one tile is taken and masked.
+    last = jnp.maximum(_ceil_div(seen_by_any, tile.block_kv), 1)
     if problem.window is not None:
         oldest = jnp.maximum(row + start + 1 - problem.window, 0)
         first = jnp.minimum(lax.div(oldest, jnp.int32(tile.block_kv)), last - 1)
@@ -175,7 +187,8 @@ def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
 def _for_each_item(problem: Problem, tile: Tile, sms: int, sm: Array, run: Callable) -> None:
     """Calls run(item, step) for the items of this CTA; run returns the number of steps done so far.
 
-    Causal items, longest first, are dealt in snake order: forwards in even rounds and backwards in odd ones.
+    Causal items, longest first, are dealt in snake order: forwards in even rounds and backwards in
+    odd ones.
     """
     items = problem.batch_size * problem.num_heads * -(-problem.num_queries // tile.block_q)
     if not problem.causal:
@@ -196,17 +209,23 @@ def _allowed(problem: Problem, tile: Tile, place: Place, row: Array, key: Array)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
     if not problem.causal:
         return column < place.keys - key
-    position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + (row + place.start - key)
+    position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + (
+        row + place.start - key
+    )
     allowed = column < jnp.minimum(position + 1, place.keys - key)
     if problem.window is not None:
         allowed &= column > position - problem.window
     return allowed
 
 
-def _alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array) -> Array:
-    """ALiBi in units of log2 for rows row .. and keys key .. ; causal rows are shifted by a constant each."""
+def _alibi(
+    problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array
+) -> Array:
+    """ALiBi in units of log2 for rows row .. and keys key ..; a causal row shifts by a constant."""
     shape = (ROWS, tile.block_kv)
-    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN).astype(jnp.float32)
+    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN).astype(
+        jnp.float32
+    )
     if problem.causal:
         offset = (key - row - place.start - (ROWS - 1)).astype(jnp.float32)
         return lax.broadcast_in_dim((column + offset) * slope, shape, [1])
@@ -220,8 +239,8 @@ def _over_rows(v: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(v, shape, [0])
 
 
-def _softmax_step(scores, terms, m, l, factor: float):
-    """Online softmax in units of log2: probabilities, the new maximum and sum, and the factor for what came before."""
+def _softmax_step(scores, terms, m, total, factor: float):
+    """Online softmax by log2: weights, new maximum and sum, and the factor for what came before."""
     if terms is None:
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - _over_rows(m_new, scores.shape))
@@ -230,7 +249,7 @@ def _softmax_step(scores, terms, m, l, factor: float):
         m_new = jnp.maximum(m, scores.max(axis=1))
         p = jnp.exp2(scores - _over_rows(m_new, scores.shape))
     shrink = jnp.exp2(m - m_new)
-    return p, m_new, l * shrink + p.sum(axis=1), shrink
+    return p, m_new, total * shrink + p.sum(axis=1), shrink
 
 
 def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs) -> None:
@@ -256,7 +275,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         place = _place(problem, tile, item, lengths_g, starts_g)
         row = place.row + wg * ROWS
         steps = place.last - place.first
-        slope = slopes_g[place.head] * LOG2_E if problem.has_alibi else None
+        slope = None if slopes_g is None else slopes_g[place.head] * LOG2_E
 
         def key_of(j):
             return (place.last - 1 - j) * tile.block_kv
@@ -266,9 +285,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def terms_of(j):
             terms = None
-            if problem.has_alibi:
+            if slope is not None:
                 terms = _alibi(problem, tile, place, row, key_of(j), slope)
-            if problem.bias_batch:
+            if b_s is not None and b_full is not None and b_empty is not None:
                 plgpu.barrier_wait(b_full.at[wg])
                 bias = plgpu.layout_cast(b_s[wg], MATRIX).astype(jnp.float32) * LOG2_E
                 plgpu.commit_smem()  # read by all threads before TMA writes it again
@@ -302,7 +321,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             def add_values(p, j):
                 slot = _mod(step + j, depth)
                 plgpu.barrier_wait(v_full.at[slot])
-                if interpret:  # the interpreter has no WGMMA with its left operand in registers
+                if interpret:  # no WGMMA with its left operand in registers there
                     o_ref[...] += jnp.dot(p, v_s[slot], preferred_element_type=jnp.float32)
                     plgpu.commit_smem()
                 else:
@@ -314,32 +333,32 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 plgpu.barrier_arrive(v_empty.at[_mod(step + j, depth)])
 
             def advance(j, carry):
-                m, l, p = carry
+                m, total, p = carry
                 scores = scores_of(j, lambda: add_values(p, j - 1))
                 if problem.causal:
                     t = place.last - 1 - j
                     clear = (t >= place.clear_first) & (t < place.clear_last)
                     scores = lax.cond(clear, lambda s: s, lambda s: masked(s, j), scores)
-                p, m, l, shrink = _softmax_step(scores, terms_of(j), m, l, factor)
+                p, m, total, shrink = _softmax_step(scores, terms_of(j), m, total, factor)
                 values_added(j - 1)
                 o = load(o_ref)
                 o_ref[...] = o * _over_rows(shrink, o.shape)
-                return m, l, p.astype(dtype)
+                return m, total, p.astype(dtype)
 
             if interpret:
                 o_ref[...] = jnp.zeros_like(o_ref)
             m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
-            l = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
             plgpu.barrier_wait(q_full.at[wg])
             scores = scores_of(jnp.int32(0))
             if mask_last:
                 scores = masked(scores, jnp.int32(0))
-            p, m, l, _ = _softmax_step(scores, terms_of(jnp.int32(0)), m, l, factor)
-            m, l, p = lax.fori_loop(1, steps, advance, (m, l, p.astype(dtype)))
+            p, m, total, _ = _softmax_step(scores, terms_of(jnp.int32(0)), m, total, factor)
+            m, total, p = lax.fori_loop(1, steps, advance, (m, total, p.astype(dtype)))
             if not problem.shares_output():
                 plgpu.barrier_arrive(q_empty.at[wg])
             add_values(p, steps - 1)
-            inverse = jnp.where(l > 0, 1 / l, 0.0)
+            inverse = jnp.where(total > 0, 1 / total, 0.0)
             values_added(steps - 1)
             o = load(o_ref)
             return o * _over_rows(inverse, o.shape)
@@ -370,18 +389,22 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             slot, t = _mod(step + j, depth), place.last - 1 - j
             keys = pl.ds(t * tile.block_kv, tile.block_kv)
             plgpu.barrier_wait(empty.at[slot])
-            plgpu.copy_gmem_to_smem(source.at[place.batch, keys, kv_head], ring.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                source.at[place.batch, keys, kv_head], ring.at[slot], full.at[slot]
+            )
 
         def fetch_keys(j):
             fetch(j, k_g, k_s, k_full, k_empty)
-            if not problem.bias_batch:
+            if bias_g is None or b_s is None or b_full is None or b_empty is None:
                 return
             batch = place.batch if problem.bias_batch > 1 else 0
             keys = pl.ds((place.last - 1 - j) * tile.block_kv, tile.block_kv)
             for w in range(consumers):
                 rows = pl.ds(place.row + w * ROWS, ROWS)
                 plgpu.barrier_wait(b_empty.at[w])
-                plgpu.copy_gmem_to_smem(bias_g.at[batch, place.head, rows, keys], b_s.at[w], b_full.at[w])
+                plgpu.copy_gmem_to_smem(
+                    bias_g.at[batch, place.head, rows, keys], b_s.at[w], b_full.at[w]
+                )
 
         def fetch_both(j, _):
             fetch_keys(j)
@@ -400,7 +423,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             plgpu.barrier_arrive(k_empty.at[slot])
             plgpu.barrier_arrive(v_empty.at[slot])
         plgpu.barrier_arrive(q_empty.at[wg])
-        if problem.bias_batch:
+        if b_empty is not None:
             plgpu.barrier_arrive(b_empty.at[wg])
         if tile.in_turn:
             pl.when(wg == consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
@@ -415,7 +438,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         _for_each_item(problem, tile, sms, sm, produce)
         for w in range(consumers):  # no arrival is left unobserved
             plgpu.barrier_wait(q_empty.at[w])
-            if problem.bias_batch:
+            if b_empty is not None:
                 plgpu.barrier_wait(b_empty.at[w])
         for slot in range(depth):
             plgpu.barrier_wait(k_empty.at[slot])
@@ -429,7 +452,18 @@ def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
     each_consumer = plgpu.Barrier(num_barriers=consumers)
     filled = plgpu.Barrier(num_barriers=depth)
     freed = plgpu.Barrier(num_arrivals=consumers, num_barriers=depth)
-    scratch = [rows, ring, ring, each_consumer, each_consumer, filled, freed, filled, freed, each_consumer]
+    scratch = [
+        rows,
+        ring,
+        ring,
+        each_consumer,
+        each_consumer,
+        filled,
+        freed,
+        filled,
+        freed,
+        each_consumer,
+    ]
     if not problem.shares_output():
         scratch.append(rows)
     if problem.bias_batch:
@@ -463,7 +497,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Runs the kernel; arguments as in api.attention, checked there.
 
-    TMA and WGMMA want T and S in multiples of 8 and H in multiples of 16; what is missing is padded by a copy.
+    TMA and WGMMA want T and S in multiples of 8 and H in multiples of 16; what is missing is padded
+    by a copy.
 
     Args:
       q: Queries.
@@ -490,7 +525,8 @@ def attention(
     s = k.shape[1]
     if bias is not None and (t % 8 or s % 8):
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): bias of {t} x {s}; TMA reads rows and columns in multiples of 8; "
+            f"attention(implementation='mosaic_gpu'): bias of {t} x {s}; TMA reads rows and "
+            "columns in multiples of 8; "
             "pad them or use implementation='xla'"
         )
     q, k, v = (_pad(_pad(x, 1, 8), 3, 16) for x in (q, k, v))
@@ -514,7 +550,8 @@ def attention(
     tile = choose_tile(problem) if tile is None else tile
     if (needed := problem.smem_bytes(tile)) > SMEM_BYTES - 4096:
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): {tile} needs {needed} bytes of shared memory at head size "
+            f"attention(implementation='mosaic_gpu'): {tile} needs {needed} bytes of shared memory "
+            "at head size "
             f"{problem.head_dim}; an SM has {SMEM_BYTES}; use a smaller block_kv or depth"
         )
     operands = [q, k, v]

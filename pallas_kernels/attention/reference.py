@@ -18,7 +18,7 @@ def attention_reference(
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "1|B N T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count; a query without any gets zero.
+    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count, or zero.
 
     Args:
       q: Queries; query t stands at position query_starts + t.
@@ -35,7 +35,7 @@ def attention_reference(
     Returns:
       The weighted values in float32.
     """
-    batch_size, num_queries, num_heads, head_dim = q.shape
+    batch_size, num_queries, num_heads, _ = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, num_heads // num_kv_heads, axis=2) for x in (k, v))
@@ -45,7 +45,9 @@ def attention_reference(
     lengths = jnp.full(batch_size, num_keys) if lengths is None else lengths
     i = (starts[:, None] + jnp.arange(num_queries))[:, None, :, None]
     j = jnp.arange(num_keys)[None, None, None, :]
-    counts = jnp.broadcast_to(j < lengths[:, None, None, None], (batch_size, 1, num_queries, num_keys))
+    counts = jnp.broadcast_to(
+        j < lengths[:, None, None, None], (batch_size, 1, num_queries, num_keys)
+    )
     if causal:
         counts &= j <= i
     if window is not None:

@@ -18,7 +18,7 @@ def attention_xla(
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "1|B N T S"] | None,
 ) -> Float[Array, "B T N H"]:
-    """Runs jax.nn.dot_product_attention with every term materialised; arguments as in api.attention."""
+    """Runs jax.nn.dot_product_attention with every term materialised; see api.attention."""
     position = jnp.arange(q.shape[1])[None, :, None]
     if query_starts is not None:
         position = position + query_starts[:, None, None]
@@ -29,7 +29,13 @@ def attention_xla(
         alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
         bias = alibi if bias is None else bias.astype(jnp.float32) + alibi
     out = jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=None if mask is None else mask[:, None], scale=scale, implementation="xla"
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=None if mask is None else mask[:, None],
+        scale=scale,
+        implementation="xla",
     )
     if mask is None:
         return out

@@ -1,0 +1,148 @@
+"""The public decode attention: what a caller may pass, and which implementation answers."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention import mosaic_gpu, xla
+from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
+
+
+def decode_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
+    lengths: Int[Array, " B"],
+    *,
+    page_table: Int[Array, "B M"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    sm_budget: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention of the last T queries of each sequence over its KV cache, which is read once.
+
+    Query t of a sequence stands at position lengths - T + t and sees the keys up to its own; one
+    that sees none gets zero. Query head n reads key-value head n // (N / K). What the cache holds
+    beyond a length does not count, but must be finite.
+
+    Args:
+      q: Queries, f16 or bf16 for the kernel; T times N / K at most 32 there.
+      k: Keys (B, S, K, H); with a page table a pool (pages, page size, K, H).
+      v: Values, likewise.
+      lengths: Number of valid keys of each sequence, those of the T queries included. Clipped to 0
+        .. S.
+      page_table: Pages of each sequence, in order; entries beyond its length are not used but
+        clipped into the pool.
+      alibi_slopes: Slope of each query head, computed inside from positions.
+      scale: Factor of the scores; 1 / sqrt(H) if None.
+      sm_budget: Number of SMs the kernel may fill; all if None. 48 read nearly as fast as all. XLA
+        takes no budget.
+      implementation: "mosaic_gpu", "xla", or None for the best that can.
+
+    Returns:
+      The weighted values in the dtype of q.
+
+    Raises:
+      TypeError: A dtype that does not fit.
+      ValueError: Shapes that do not fit, or a budget above the device's SMs.
+      NotImplementedError: The named implementation cannot do this.
+
+    Source: Dao et al. 2023 (Flash-Decoding) for the split caches; Kwon et al. 2023 (PagedAttention)
+    for the pages.
+    """
+    check_decode_attention(q, k, v, lengths, page_table, alibi_slopes)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"decode_attention(scale={scale}): a positive finite number; check it")
+    sms = check_sm_budget("decode_attention", sm_budget)
+    terms = {"scale": float(scale), "page_table": page_table, "alibi_slopes": alibi_slopes}
+
+    def by_kernel():
+        _require_kernel(q, implementation)
+        return mosaic_gpu.decode_attention(q, k, v, lengths, sms=sms, **terms)
+
+    return dispatch(
+        "decode_attention",
+        implementation,
+        {
+            "mosaic_gpu": by_kernel,
+            "xla": functools.partial(xla.decode_attention_xla, q, k, v, lengths, **terms),
+        },
+    )
+
+
+def check_decode_attention(q, k, v, lengths, page_table, alibi_slopes) -> None:
+    """Raises unless the operands of `decode_attention` fit together; see there."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or 0 in q.shape + k.shape:
+        raise ValueError(
+            f"decode_attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks, empty, or unequal "
+            "k and v; q is "
+            "(B, T, N, H), k and v are (B, S, K, H) or (pages, page size, K, H); reshape them"
+        )
+    batch_size, num_tokens, num_heads, head_dim = q.shape
+    num_keys = k.shape[1] if page_table is None else page_table.shape[-1] * k.shape[1]
+    if k.shape[3] != head_dim or (page_table is None and k.shape[0] != batch_size):
+        raise ValueError(
+            f"decode_attention(q{q.shape}, k{k.shape}): batch or head size differ; both have one B "
+            "and one H; "
+            "pass page_table if the cache is paged"
+        )
+    if num_heads % k.shape[2]:
+        raise ValueError(
+            f"decode_attention(): {num_heads} query heads over {k.shape[2]} key-value heads; N "
+            "must be a multiple of "
+            "K; check the number of heads"
+        )
+    if num_tokens > num_keys:
+        raise ValueError(
+            f"decode_attention(): {num_tokens} query tokens and room for {num_keys} keys; the "
+            "cache holds the new "
+            "tokens too; write them first"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"decode_attention(): dtypes {q.dtype}, {k.dtype}, {v.dtype}; q, k and v share one "
+            "floating dtype; "
+            "cast them"
+        )
+    _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes)
+
+
+def _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes) -> None:
+    if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"decode_attention(lengths={lengths.dtype}{lengths.shape}): integers of shape "
+            f"({batch_size},); "
+            "one a sequence"
+        )
+    if page_table is not None and (
+        page_table.ndim != 2
+        or page_table.shape[0] != batch_size
+        or not jnp.issubdtype(page_table.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"decode_attention(page_table={page_table.dtype}{page_table.shape}): integers of shape "
+            f"({batch_size}, "
+            "pages of a sequence); one row a sequence"
+        )
+    if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
+        raise ValueError(
+            f"decode_attention(alibi_slopes{alibi_slopes.shape}): shape ({num_heads},); one slope "
+            "a query head"
+        )
+
+
+def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None:
+    if implementation is None:
+        require_hopper("decode_attention")
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        raise NotImplementedError(
+            f"decode_attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes "
+            "float16 and bfloat16; "
+            "cast, or use implementation='xla'"
+        )

@@ -1,0 +1,34 @@
+"""Decode attention by XLA, the fallback on any device: pages gathered, scores in memory."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.xla import attention_xla
+
+
+def decode_attention_xla(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "_ _ K H"],
+    v: Float[Array, "_ _ K H"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    page_table: Int[Array, "B M"] | None,
+    alibi_slopes: Float[Array, " N"] | None,
+) -> Float[Array, "B T N H"]:
+    """Runs causal attention whose first query stands at lengths - T; see api.decode_attention."""
+    batch_size, num_tokens = q.shape[:2]
+    if page_table is not None:
+        k, v = (x[page_table].reshape(batch_size, -1, *x.shape[2:]) for x in (k, v))
+    return attention_xla(
+        q,
+        k,
+        v,
+        scale=scale,
+        causal=True,
+        window=None,
+        lengths=jnp.clip(lengths, 0, k.shape[1]),
+        query_starts=lengths - num_tokens,
+        alibi_slopes=alibi_slopes,
+        bias=None,
+    )
