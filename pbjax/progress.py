@@ -57,8 +57,8 @@ class ProgressPrinter:
         while not self._stop.wait(PLAIN_INTERVAL_S):
             phase, done, total, item = self._state
             elapsed = time.monotonic() - self._began
-            line = f"{phase}: {done} of {total}, {elapsed:.0f} s{self._left()} {item}"
-            print(line.rstrip(), file=self._stream, flush=True)
+            line = f"{phase}: {done} of {total} {item}".rstrip()
+            print(f"{line}, {elapsed:.0f} s{self._left()}", file=self._stream, flush=True)
 
     def _left(self) -> str:
         _, done, total, _ = self._state

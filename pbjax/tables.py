@@ -1,6 +1,5 @@
 """The measured table of a model on this device: found, checked, and completed by measuring."""
 
-import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ import jax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis
+from pbjax.errors import DeviceError
 from pbjax.phases import Phases
 from pbjax.profiling import (
     PairTiming,
     Profile,
-    Provenance,
     StageInfo,
     fill,
     fill_corun,
@@ -23,6 +22,7 @@ from pbjax.profiling import (
     grid,
     usable_rows,
 )
+from pbjax.provenance import provenance_here
 from pbjax.timing import StageTimer
 
 
@@ -61,16 +61,20 @@ def measured_table(
 
     Raises:
       FileError: The file is corrupt.
+      DeviceError: The table is of another device kind; its seconds say nothing here, and writing
+        to its file would lose them.
     """
-    known, path = _known(analysis, profile)
-    usable = usable_rows(known, analysis.device.kind, jax.__version__)
+    path = None if profile is None or isinstance(profile, Profile) else Path(profile)
+    known = profile if isinstance(profile, Profile) else _read(analysis, path)
+    command = f"pbjax.optimize({analysis.model.name}, batch of {analysis.batch.batch_size})"
+    here = Profile(provenance=provenance_here(analysis.device.kind, command))
+    warning = _check(analysis, known) if known else ""
+    start = known.merge(here) if known else here
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
     save = path and (lambda table: table.save(path))
     batch_size = analysis.batch.batch_size
     with phases.phase("profile") as report:
-        table = fill(
-            usable.profile, analysis.outline, grid(batch_size), timer, progress=report, on_row=save
-        )
+        table = fill(start, analysis.outline, grid(batch_size), timer, progress=report, on_row=save)
     third = max(batch_size // 3, 1)
     with phases.phase("profile pairs") as report:
         complete = fill_corun(
@@ -81,36 +85,30 @@ def measured_table(
             progress=report,
             on_row=save,
         )
-    old = len(usable.profile.rows) + len(usable.profile.corun)
+    old = len(start.rows) + len(start.corun)
     return Measurements(
         profile=complete,
         rows_measured=len(complete.rows) + len(complete.corun) - old,
-        warning=usable.warning or "",
+        warning=warning,
     )
 
 
-def _known(
-    analysis: Analysis, profile: Profile | str | os.PathLike[str] | None
-) -> tuple[Profile, Path | None]:
-    if isinstance(profile, Profile):
-        return profile, None
-    path = None if profile is None else Path(profile)
-    shipped = find_profile(analysis.device.slug, analysis.model.name.lower())
-    source = path if path is not None and path.exists() else shipped if path is None else None
-    return (Profile.load(source) if source else Profile(provenance=_provenance(analysis))), path
+def _read(analysis: Analysis, path: Path | None) -> Profile | None:
+    """The table in a file that may not exist yet; without a file, the one that ships."""
+    if path is None:
+        path = find_profile(analysis.device.slug, analysis.model.name.lower())
+    return Profile.load(path) if path is not None and path.exists() else None
 
 
-def _provenance(analysis: Analysis) -> Provenance:
-    return Provenance(
-        device_kind=analysis.device.kind,
-        driver="",
-        jax=jax.__version__,
-        commit="",
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        clock_mhz=0,
-        power_limit_w=0,
-        command=f"pbjax.optimize({analysis.model.name}, batch of {analysis.batch.batch_size})",
-    )
+def _check(analysis: Analysis, known: Profile) -> str:
+    kind = known.provenance.device_kind
+    if kind != analysis.device.kind:
+        raise DeviceError(
+            f"optimize(profile=...): the table is of {kind!r}; this device is "
+            f"{analysis.device.kind!r}; seconds of another device say nothing here; name another "
+            "file, which is written then"
+        )
+    return usable_rows(known, kind, jax.__version__).warning or ""
 
 
 def _pairs(analysis: Analysis) -> list[tuple[StageInfo, StageInfo]]:

@@ -83,8 +83,8 @@ class StageTimer:
         self._weights = weights
         self._inputs = inputs
         self._in_axes = in_axes
-        self._size: int | None = None
-        self._stages: dict[str, tuple[Callable, Sequence[Array]]] = {}
+        # All sizes are kept: a profile asks for one stage at every size before the next stage.
+        self._stages: dict[int, dict[str, tuple[Callable, Sequence[Array]]]] = {}
 
     def __call__(self, stage: StageInfo, batch_size: int) -> Timing:
         """Seconds of one stage alone."""
@@ -109,15 +109,23 @@ class StageTimer:
 
     def _prepared(self, name: str, batch_size: int) -> tuple[Callable, Sequence[Array]]:
         size = max(batch_size, MIN_ROWS)
-        if size != self._size:
-            self._stages, self._size = {}, size
-            self._run_through(self._program_at(size), size)
-        return self._stages[name]
+        if size not in self._stages:
+            self._stages[size] = self._run_through(self._program_at(size), size)
+        return self._stages[size][name]
 
-    def _run_through(self, program: Program, size: int) -> None:
+    def _run_through(
+        self, program: Program, size: int
+    ) -> dict[str, tuple[Callable, Sequence[Array]]]:
         """Runs every stage once, the block's for its first repetition, and keeps their inputs."""
+        kept: dict[str, tuple[Callable, Sequence[Array]]] = {}
+
+        def run_and_keep(stage: Stage, args: Sequence[Array]) -> Sequence[Array]:
+            function = jax.jit(lambda *args: run_inline(stage, args))
+            kept[stage.name] = function, args
+            return function(*args)
+
         layout = WeightLayout.of(program)
-        lane = Lane(program, *self._environment(program, layout, size), self._run_and_keep)
+        lane = Lane(program, *self._environment(program, layout, size), run_and_keep)
         if program.prologue is not None:
             lane.run(PROLOGUE, 0)
         for index in range(len(program.stages)):
@@ -125,6 +133,7 @@ class StageTimer:
         if program.epilogue is not None:
             lane.collected = [pieces * program.block.count for pieces in lane.collected]
             lane.run(len(program.stages), 0)
+        return kept
 
     def _environment(
         self, program: Program, layout: WeightLayout, size: int
@@ -136,11 +145,6 @@ class StageTimer:
             link.inner: jnp.expand_dims(self._weights[link.outer[0]], 0) for link in layout.stacked
         }
         return outer, first_block
-
-    def _run_and_keep(self, stage: Stage, args: Sequence[Array]) -> Sequence[Array]:
-        function = jax.jit(lambda *args: run_inline(stage, args))
-        self._stages[stage.name] = function, args
-        return function(*args)
 
 
 def _time_kernels(function: Callable, *args: object) -> Timing:
@@ -192,8 +196,8 @@ def busy_seconds(kernels: Sequence[tuple[float, float]], calls: int) -> list[flo
     each, left = divmod(len(kernels), calls)
     if not each or left:
         raise DeviceError(
-            f"timing: a profiler trace of {calls} calls holds {len(kernels)} kernels; an equal number "
-            "for each call is needed; run nothing else on the device, and measure again"
+            f"timing: a profiler trace of {calls} calls holds {len(kernels)} kernels; an equal "
+            "number for each call is needed; run nothing else on the device, and measure again"
         )
     ordered = sorted(kernels)
     return [union_length(ordered[i : i + each]) for i in range(0, len(ordered), each)]

@@ -1,0 +1,62 @@
+"""Where and how something was measured: device, driver, clocks, versions, commit, command."""
+
+import datetime
+import subprocess
+from pathlib import Path
+
+import jax
+
+from pbjax.profiling import Provenance
+
+
+def provenance_here(device_kind: str, command: str) -> Provenance:
+    """Describes a measurement that begins now on the first device of JAX.
+
+    Args:
+      device_kind: What the device is called.
+      command: What to run to measure again.
+    """
+    driver, clock_mhz, power_limit_w = _gpu_state() if jax.default_backend() == "gpu" else _NO_GPU
+    return Provenance(
+        device_kind=device_kind,
+        driver=driver,
+        jax=jax.__version__,
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        clock_mhz=clock_mhz,
+        power_limit_w=power_limit_w,
+        command=command,
+    )
+
+
+_NO_GPU = ("", 0, 0)
+
+
+def _gpu_state() -> tuple[str, int, int]:
+    """Driver, highest SM clock in MHz, power limit in W; unknown where NVML is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return _NO_GPU
+    pynvml.nvmlInit()
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        clock = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+        limit = pynvml.nvmlDeviceGetPowerManagementLimit(gpu)
+        return pynvml.nvmlSystemGetDriverVersion(), clock, limit // 1000
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _commit() -> str:
+    """Commit of the repository that pbjax runs from; empty for an installed package."""
+    folder = Path(__file__).parent.parent
+    if not (folder / ".git").exists():
+        return ""
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
