@@ -351,5 +351,5 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
         table.add_row(*map(str, row))
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     console.print(table)
-    lines = console.file.getvalue().strip("\n").split("\n")
-    return "\n".join([title, *(line.rstrip() for line in lines)])
+    lines = [line.rstrip() for line in console.file.getvalue().split("\n")]
+    return "\n".join([title, *lines]).rstrip()
