@@ -5,6 +5,8 @@ whose state would change in a call (running statistics, random counters, caches)
 `check_state`, which traces but runs nothing. How a function becomes a graph is in `trace`.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +46,8 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
     """Turns a model into a function of its params and inputs.
 
     Args:
-      model: An nnx module, a linen module (bound, or together with variables), or any callable.
+      model: An nnx module, a linen module (bound, or together with variables), a method of one, or
+        any callable.
       variables: What linen's `init` returned; for an unbound linen module only.
 
     Returns:
@@ -65,14 +68,15 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
             f"functional(model): the model is {found}; allowed are an nnx module, a linen module "
             "or a function; pass an instance that can be called"
         )
-    if isinstance(model, nn.Module):
-        return _from_linen(model, variables)
+    owner = getattr(model, "__self__", None) if inspect.ismethod(model) else model
+    if isinstance(owner, nn.Module):
+        return _from_linen(owner, _method(model), variables)
     if variables is not None:
         raise InputError(
             f"functional(model, variables): {_name(model)} is no linen module; variables are for "
             "linen modules only; leave out variables="
         )
-    return _from_nnx(model) if isinstance(model, nnx.Module) else _from_callable(model)
+    return _from_nnx(owner, _method(model)) if isinstance(owner, nnx.Module) else _plain(model)
 
 
 def check_state(model: Functional, *inputs: object) -> None:
@@ -111,27 +115,34 @@ def check_state(model: Functional, *inputs: object) -> None:
         )
 
 
-def _from_nnx(model: nnx.Module) -> Functional:
+def _method(model: Model) -> str:
+    return getattr(model, "__name__", "") if inspect.ismethod(model) else "__call__"
+
+
+def _from_nnx(model: nnx.Module, method: str) -> Functional:
     graphdef, state = nnx.split(model)
     state = jax.tree.map(lambda leaf: leaf, state)  # split shares the model's variables; these not
+    name = _name(model, method)
 
     def apply(params, *inputs):
-        return nnx.merge(graphdef, params, copy=True)(*inputs)
+        return getattr(nnx.merge(graphdef, params, copy=True), method)(*inputs)
 
     def apply_and_update(params, *inputs):
         module = nnx.merge(graphdef, params, copy=True)
-        return module(*inputs), nnx.state(module)
+        return getattr(module, method)(*inputs), nnx.state(module)
 
     return Functional(
-        apply=_translating(apply, _name(model)),
+        apply=_translating(apply, name),
         params=state,
-        name=_name(model),
-        apply_and_update=_translating(apply_and_update, _name(model)),
+        name=name,
+        apply_and_update=_translating(apply_and_update, name),
     )
 
 
-def _from_linen(model: nn.Module, variables: Mapping[str, object] | None) -> Functional:
-    name = _name(model)
+def _from_linen(
+    model: nn.Module, method: str, variables: Mapping[str, object] | None
+) -> Functional:
+    name = _name(model, method)
     if model.scope is not None and variables is None:
         model, variables = model.unbind()
     if variables is None:
@@ -147,12 +158,12 @@ def _from_linen(model: nn.Module, variables: Mapping[str, object] | None) -> Fun
         )
 
     def apply(params, *inputs):
-        return model.apply(params, *inputs, mutable=False)
+        return model.apply(params, *inputs, method=method, mutable=False)
 
     return Functional(apply=_translating(apply, name), params=variables, name=name)
 
 
-def _from_callable(function: Callable) -> Functional:
+def _plain(function: Callable) -> Functional:
     def apply(params, *inputs):
         return function(*inputs)
 
@@ -173,13 +184,22 @@ def _translating(apply: Callable, name: str) -> Callable:
                 "the model's variables and change none; use evaluation mode (model.eval(), "
                 "use_running_average=True, deterministic=True) and complete variables"
             ) from error
+        except ValueError as error:
+            if "different trace level" not in str(error):
+                raise
+            raise ModelError(
+                f"{name}: it captures an nnx module whose transformations then cannot be traced; "
+                "a module must come in as the model; pass the module, or a method of it, in place "
+                "of a function that calls it"
+            ) from error
 
     return translated
 
 
-def _name(model: Model) -> str:
-    inner = getattr(model, "func", model)
-    return getattr(inner, "__name__", type(inner).__name__)
+def _name(model: Model, method: str = "__call__") -> str:
+    inner = model.func if isinstance(model, functools.partial) else model
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return name if method == "__call__" else f"{name}.{method}"
 
 
 def _paths(tree: object) -> list[str]:

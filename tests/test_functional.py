@@ -23,6 +23,9 @@ class NnxModel(nnx.Module):
     def __call__(self, x):
         return self.dropout(self.norm(self.linear(x)))
 
+    def encode(self, x):
+        return self.norm(self.linear(x))
+
 
 class ScannedNnx(nnx.Module):
     def __init__(self, rngs):
@@ -83,6 +86,9 @@ class LinenModel(nn.Module):
     def __call__(self, x):
         x = nn.BatchNorm(use_running_average=not self.train)(nn.Dense(4)(x))
         return nn.Dropout(0.5, deterministic=not self.train)(x)
+
+    def shifted(self, x):
+        return self(x) + 1
 
 
 def linen_variables():
@@ -196,6 +202,68 @@ def test_incomplete_linen_variables_are_refused():
     variables = {"params": linen_variables()["params"]}
     with pytest.raises(ModelError, match="batch_stats"):
         check_state(functional(LinenModel(), variables), X)
+
+
+def test_method_of_an_nnx_module_brings_its_params():
+    model = NnxModel(nnx.Rngs(0))
+    model.eval()
+    f = functional(model.encode)
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply(f.params, X), model.encode(X))
+    assert len(jax.tree.leaves(f.params)) == 8
+    assert f.name == "NnxModel.encode"
+
+
+def test_state_that_a_method_changes_is_refused():
+    model = NnxModel(nnx.Rngs(0))
+    model.train()
+    with pytest.raises(ModelError, match=r"norm\.mean"):
+        check_state(functional(model.encode), X)
+
+
+def test_method_of_a_bound_linen_module():
+    variables = linen_variables()
+    f = functional(LinenModel().bind(variables).shifted)
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply(f.params, X), LinenModel().apply(variables, X) + 1)
+    assert f.name == "LinenModel.shifted"
+
+
+def test_method_of_an_unbound_linen_module_takes_variables():
+    variables = linen_variables()
+    f = functional(LinenModel().shifted, variables)
+    np.testing.assert_array_equal(f.apply(f.params, X), LinenModel().apply(variables, X) + 1)
+
+
+def test_function_that_captures_a_module_in_evaluation_mode():
+    model = NnxModel(nnx.Rngs(0))
+    model.eval()
+    f = functional(lambda x: model(x))
+    check_state(f, X)
+    np.testing.assert_array_equal(f.apply((), X), model(X))
+
+
+def test_function_that_captures_a_module_in_training_mode_is_refused():
+    model = NnxModel(nnx.Rngs(0))
+    model.train()
+    with pytest.raises(ModelError, match=r"BatchStat.*model\.eval\(\)"):
+        check_state(functional(lambda x: model(x)), X)
+    np.testing.assert_array_equal(model.norm.mean[...], jnp.zeros(4))
+
+
+def test_function_that_captures_a_module_with_transformations_is_refused_with_the_way_out():
+    model = ScannedNnx(nnx.Rngs(0))
+    model.eval()
+    with pytest.raises(ModelError, match="pass the module"):
+        check_state(functional(lambda x: model(x)), X)
+
+
+def test_error_of_the_model_itself_reaches_the_user():
+    def broken(x):
+        raise ValueError("my own")
+
+    with pytest.raises(ValueError, match="my own"):
+        check_state(functional(broken), X)
 
 
 def test_callable_has_no_params():
