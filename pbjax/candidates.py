@@ -220,7 +220,10 @@ class Candidates:
 
     def _visit(self, sizes: Sizes) -> float:
         least = self._least.get(len(sizes), math.inf)
-        if len(sizes) > 1 and not self.evaluator.saves_nothing:
+        # A bound on one choice of staggers is worth less than its prediction.
+        if len(self.choices[len(sizes)]) == 1:
+            return min((self._predict(sizes, s) for s in self._allowed(sizes)), default=math.inf)
+        if not self.evaluator.saves_nothing:
             self.bounds += 1
             bound = self._bound(sizes)
             if self._rounded(bound) > least:

@@ -165,6 +165,8 @@ def best_staggers(
             "staggers with pbjax.throughput.evaluate"
         )
     candidates = Candidates(Evaluator(outline, profile), split.batch_size, options)
+    for size in split.sizes:
+        candidates.evaluator.chain_seconds(size)
     candidates.visit(split.sizes)
     if split.sizes not in candidates.found:
         raise candidates.refusal()

@@ -367,6 +367,12 @@ def test_given_sizes_with_fixed_staggers_are_not_searched():
         )
 
 
+def test_given_sizes_below_the_table_are_refused():
+    profile = table(TWO, {16: 1.0, 32: 2.0})
+    with pytest.raises(InputError, match=r"batch_size=10.*from 16 to 32"):
+        best_staggers(TWO, profile, Split(sizes=(10, 10)))
+
+
 # Memory
 
 
