@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 
 CONSUMERS = 2
-PIECE = 64  # Rows that the epilogue stores at a time, and columns where the tile divides by it.
+PIECE = 64  # Rows and columns that the epilogue stores at a time: one swizzled row is 128 bytes.
 SMEM_BYTES = 232_448
 REGISTERS = (232, 40)  # Of each thread that multiplies and that copies; 64.5 k of an SM's 65.5 k.
 
@@ -62,15 +62,15 @@ class Tile:
 
     def __post_init__(self):
         """Checks what WGMMA, TMA and the register file allow."""
-        if self.tile_m % 64 or self.tile_n % 32 or self.tile_k != 64:
+        if self.tile_m % 64 or self.tile_n % 64 or self.tile_k != 64:
             raise ValueError(
-                f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a time and swizzled rows "
-                "are 32 or 64 elements; tile_m is a multiple of 64, tile_n of 32, tile_k is 64; choose such a tile"
+                f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a time, a swizzled row is "
+                "64 elements; tile_m and tile_n are multiples of 64, tile_k is 64; choose such a tile"
             )
-        if self.tile_n > 256 or self.block_m > 512:
+        if self.tile_n > 256 or self.block_m > 256:
             raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a WGMMA has at most 256 columns, two copies at "
-                "most 512 rows; lower them"
+                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box has at most 256 rows, a WGMMA 256 "
+                "columns; lower them"
             )
         registers = self.weights * self.tile_m * self.tile_n // 128
         if registers > 192:
@@ -79,7 +79,9 @@ class Tile:
                 f"{registers} registers a thread; 192 leave room for the rest; lower the tile"
             )
         if self.in_flight not in (0, 1):
-            raise ValueError(f"Tile(in_flight={self.in_flight}): 0 or 1 step can be left; choose one")
+            raise ValueError(
+                f"Tile(in_flight={self.in_flight}): 0 or 1 step can be left; choose one"
+            )
         if self.pipeline_depth < 2 or self.store_slots < 1 or self.raster_width < 1:
             raise ValueError(
                 f"Tile(pipeline_depth={self.pipeline_depth}, store_slots={self.store_slots}, "
@@ -97,20 +99,10 @@ class Tile:
         return self.tile_m * (CONSUMERS if self.schedule == "cooperative" else 1)
 
     @property
-    def box_m(self) -> int:
-        """Rows of one copy of the input: TMA takes at most 256."""
-        return self.block_m if self.block_m <= 256 else self.block_m // 2
-
-    @property
-    def piece_n(self) -> int:
-        """Columns that the epilogue stores at a time: one swizzled row."""
-        return 64 if self.tile_n % 64 == 0 else 32
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA for 16-bit types, barriers included."""
         ring = self.pipeline_depth * (self.block_m + self.weights * self.tile_n) * self.tile_k
-        return 2 * (ring + CONSUMERS * self.store_slots * PIECE * self.piece_n) + 1024
+        return 2 * (ring + CONSUMERS * self.store_slots * PIECE * PIECE) + 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +167,7 @@ class Plan:
     def pieces(self) -> list[tuple[int, int]]:
         """First row and column of each piece of a warpgroup's part of the result."""
         return list(
-            itertools.product(range(0, self.tile.tile_m, PIECE), range(0, self.tile.tile_n, self.tile.piece_n))
+            itertools.product(range(0, self.tile.tile_m, PIECE), range(0, self.tile.tile_n, PIECE))
         )
 
 
@@ -268,9 +260,9 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
     slots = [
         plgpu.SMEM((depth, tile.block_m, tile.tile_k), dtype),
         *[plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights,
-        plgpu.SMEM((CONSUMERS, plan.slots, PIECE, tile.piece_n), dtype),
+        plgpu.SMEM((CONSUMERS, plan.slots, PIECE, PIECE), dtype),
         plgpu.Barrier(
-            num_arrivals=tile.block_m // tile.box_m + plan.weights,
+            num_arrivals=1 + plan.weights,
             num_barriers=depth * (CONSUMERS if plan.pingpong else 1),
         ),
         empty,
@@ -312,16 +304,18 @@ def load(plan: Plan, refs: Refs, worker) -> None:
             full = refs.full.at[turn + slot]
             k = pl.ds(step * tile.tile_k, tile.tile_k)
             plgpu.barrier_wait(refs.empty.at[slot])
-            for first in range(0, tile.block_m, tile.box_m):
-                plgpu.copy_gmem_to_smem(
-                    refs.x.at[pl.ds(row + first, tile.box_m), k],
-                    refs.x_slots.at[slot, pl.ds(first, tile.box_m)],
-                    full,
-                    collective_axes=x_axes,
-                )
+            plgpu.copy_gmem_to_smem(
+                refs.x.at[pl.ds(row, tile.block_m), k],
+                refs.x_slots.at[slot],
+                full,
+                collective_axes=x_axes,
+            )
             for weight, slots in zip(refs.weights, refs.w_slots, strict=True):
                 plgpu.copy_gmem_to_smem(
-                    weight.at[k, pl.ds(col, tile.tile_n)], slots.at[slot], full, collective_axes=w_axes
+                    weight.at[k, pl.ds(col, tile.tile_n)],
+                    slots.at[slot],
+                    full,
+                    collective_axes=w_axes,
                 )
 
     # No arrival may be left unobserved: in a cluster this also keeps the CTA alive until its partner has sent all.
@@ -332,7 +326,9 @@ def load(plan: Plan, refs: Refs, worker) -> None:
 def multiply(plan: Plan, refs: Refs, wg, worker) -> None:
     """A multiplying warpgroup: alternate tiles of this CTA, or the wg-th half of each."""
     for slot in range(plan.tile.pipeline_depth):
-        if plan.pingpong:  # A slot is released by whoever used it; the first time by the first warpgroup.
+        if (
+            plan.pingpong
+        ):  # A slot is released by whoever used it; the first time by the first warpgroup.
             pl.when(wg == 0)(lambda slot=slot: plgpu.barrier_arrive(refs.empty.at[slot]))
         else:
             plgpu.barrier_arrive(refs.empty.at[slot])
@@ -391,9 +387,11 @@ def store(plan: Plan, refs: Refs, products, wg, row, col) -> None:
         else:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         out_slot = refs.out_slots.at[wg, slot]
-        out_slot[...] = finish(plan, refs, [y[r : r + PIECE, c : c + plan.tile.piece_n] for y in products], col + c, out_slot).astype(refs.out.dtype)
+        out_slot[...] = finish(
+            plan, refs, [y[r : r + PIECE, c : c + PIECE] for y in products], col + c, out_slot
+        ).astype(refs.out.dtype)
         plgpu.commit_smem()
-        target = refs.out.at[pl.ds(row + r, PIECE), pl.ds(col + c, plan.tile.piece_n)]
+        target = refs.out.at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
         plgpu.copy_smem_to_gmem(out_slot, target)
         # The store just issued is still reading its slot: fetch into the one before, where there are two.
         upcoming = piece - min(1, slots - 1) + slots
@@ -406,9 +404,9 @@ def finish(plan: Plan, refs: Refs, products, col, residual):
     epilogue, value = plan.epilogue, products[-1]
     if refs.bias is not None:
         # A piece beyond the last column is clipped when stored: only its addresses matter.
-        first = jnp.minimum(col, plan.n - plan.tile.piece_n)
+        first = jnp.minimum(col, plan.n - PIECE)
         bias = plgpu.load(
-            refs.bias.at[pl.ds(first, plan.tile.piece_n)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+            refs.bias.at[pl.ds(first, PIECE)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
         )
         value += lax.broadcast_in_dim(bias.astype(jnp.float32), value.shape, [1])
     if epilogue.gated:
@@ -429,7 +427,7 @@ def fetch_residual(plan: Plan, refs: Refs, wg, row, col, piece: int) -> None:
     r, c = plan.pieces[piece]
     plgpu.wait_smem_to_gmem(0 if piece < slots else min(1, slots - 1), wait_read_only=True)
     plgpu.copy_gmem_to_smem(
-        refs.residual.at[pl.ds(row + r, PIECE), pl.ds(col + c, plan.tile.piece_n)],
+        refs.residual.at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)],
         refs.out_slots.at[wg, piece % slots],
         refs.arrived.at[wg * slots + piece % slots],
     )

@@ -67,7 +67,7 @@ class Tile:
     @property
     def rows(self) -> int:
         """Rows that a warpgroup normalises at a time."""
-        return _rows(self.width)
+        return rows_at_a_time(self.width)
 
     @property
     def lanes(self) -> int:
@@ -97,14 +97,15 @@ class Tile:
         return (4, self.width * self.rows // 4)
 
 
-def _rows(width: int) -> int:
+def rows_at_a_time(width: int) -> int:
+    """Rows that a warpgroup normalises at a time: four narrow ones, a warp each, or one wide one."""
     return 1 if width > WARP_ROW // 2 and width % WIDE_STEP == 0 else 4
 
 
 def tile_for(width: int, *, residual: bool) -> Tile:
     """Chooses the rings: chunks of 4 KB or more, and as many of them as shared memory holds, to 4 x 4."""
     arrays = 2 if residual else 1
-    chunk = _rows(width)
+    chunk = rows_at_a_time(width)
     while 2 * chunk * width * 2 <= 8192:
         chunk *= 2
     slots = (SMEM_BYTES - 4096) // (2 * arrays * chunk * width)
@@ -116,18 +117,6 @@ def tile_for(width: int, *, residual: bool) -> Tile:
         pipeline_depth=max(2, min(6, slots // warpgroups)),
         chunk=chunk,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Refs:
-    """The references of a CTA; inputs and outputs are (x, residual) and (normed, total), or the first of each."""
-
-    inputs: tuple[Any, ...]
-    parameters: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    rings: tuple[Any, ...]
-    arrived: Any
-    partial: Any
 
 
 def normalise(
@@ -151,51 +140,95 @@ def normalise(
         raise NotImplementedError(
             f"{name}(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use implementation='xla'"
         )
-    rows, seen = x.shape[0], (tile.width // tile.lanes, tile.lanes)
-    inputs = [a.reshape(rows, *seen) for a in (x, residual) if a is not None]
-    parameters = [a for a in (scale, bias) if a is not None]
-    slots = (tile.warpgroups, tile.pipeline_depth, tile.chunk, *seen)
+    job = Job(tile=tile, eps=eps, centred=centred, emulated=emulated)
+    operands = job.operands(x, residual, scale, bias)
 
     def body(*refs):
-        sections = iter(refs)
-        take = lambda count: tuple(next(sections) for _ in range(count))
-        count = len(inputs)
-        named = _Refs(
-            inputs=take(count),
-            parameters=take(len(parameters)),
-            outputs=take(count),
-            rings=take(count),
-            arrived=next(sections),
-            partial=next(sections),
-        )
-        _run_cta(named, tile, ctas, eps, centred, emulated)
+        wg = lax.axis_index("wg")
+        me = lax.axis_index("sm") * tile.warpgroups + wg
+        run_warpgroup(job, job.name_refs(refs, len(operands)), wg, me, ctas * tile.warpgroups)
 
     body.__name__ = name  # What the launch is called in a profile.
     outputs = plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in inputs),
-        scratch_types=[
-            *[plgpu.SMEM(slots, x.dtype) for _ in inputs],
-            plgpu.Barrier(
-                num_arrivals=len(inputs), num_barriers=tile.warpgroups * tile.pipeline_depth
-            ),
-            plgpu.SMEM((tile.warpgroups, 2, 4), jnp.float32),
-        ],
+        out_type=job.out_types(operands),
+        scratch_types=job.scratch(operands),
         grid=(ctas,),
         grid_names=("sm",),
         num_threads=tile.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs, *parameters)
+    )(*operands)
     return tuple(a.reshape(x.shape) for a in outputs)
 
 
-def _run_cta(
-    refs: _Refs, tile: Tile, ctas: int, eps: float, centred: bool, emulated: bool
-) -> None:
-    wg, depth, arrays = lax.axis_index("wg"), tile.pipeline_depth, len(refs.inputs)
-    workers = ctas * tile.warpgroups
-    me = lax.axis_index("sm") * tile.warpgroups + wg
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refs:
+    """The references of a CTA; inputs and outputs are (x, residual) and (normed, total), or the first of each."""
+
+    inputs: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    rings: tuple[Any, ...]
+    arrived: Any
+    partial: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is static about a norm, and what its launch is given; a co-run kernel runs one in one warpgroup."""
+
+    tile: Tile
+    eps: float
+    centred: bool
+    emulated: bool = False
+
+    def operands(self, x, residual, scale, bias) -> list[Array]:
+        """The arrays of the launch; rows are seen as (width / lanes, lanes)."""
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            raise NotImplementedError(
+                f"norm(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use implementation='xla'"
+            )
+        seen = (x.shape[0], self.tile.width // self.tile.lanes, self.tile.lanes)
+        rows = [a.reshape(seen) for a in (x, residual) if a is not None]
+        return [*rows, *(a for a in (scale, bias) if a is not None)]
+
+    def out_types(self, operands) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The results of the launch."""
+        x = operands[0]
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for _ in range(self.tile.arrays))
+
+    def scratch(self, operands) -> list[Any]:
+        """Rings, their barriers, and where the warps of a warpgroup exchange sums."""
+        tile, x = self.tile, operands[0]
+        ring = plgpu.SMEM((tile.warpgroups, tile.pipeline_depth, tile.chunk, *x.shape[1:]), x.dtype)
+        slots = tile.warpgroups * tile.pipeline_depth
+        return [
+            *[ring] * tile.arrays,
+            plgpu.Barrier(num_arrivals=tile.arrays, num_barriers=slots),
+            plgpu.SMEM((tile.warpgroups, 2, 4), jnp.float32),
+        ]
+
+    def name_refs(self, refs, operands: int) -> Refs:
+        """Gives the references of a launch, operands, results and scratch, their names."""
+        remaining, arrays = iter(refs), self.tile.arrays
+
+        def take(count: int) -> tuple[Any, ...]:
+            return tuple(next(remaining) for _ in range(count))
+
+        return Refs(
+            inputs=take(arrays),
+            parameters=take(operands - arrays),
+            outputs=take(arrays),
+            rings=take(arrays),
+            arrived=next(remaining),
+            partial=next(remaining),
+        )
+
+
+def run_warpgroup(job: Job, refs: Refs, ring_of, me, workers: int) -> None:
+    """Chunks me, me + workers, ... of the rows, through the rings of warpgroup `ring_of` of the CTA."""
+    tile, depth = job.tile, job.tile.pipeline_depth
     chunks = pl.cdiv(refs.inputs[0].shape[0], tile.chunk)
     count = lax.div(chunks - 1 - me + workers, jnp.int32(workers))
 
@@ -209,7 +242,9 @@ def _run_cta(
         def _():
             for source, ring in zip(refs.inputs, refs.rings, strict=True):
                 plgpu.copy_gmem_to_smem(
-                    source.at[span(i)], ring.at[wg, slot], refs.arrived.at[wg * depth + slot]
+                    source.at[span(i)],
+                    ring.at[ring_of, slot],
+                    refs.arrived.at[ring_of * depth + slot],
                 )
 
     for i in range(depth):
@@ -218,25 +253,23 @@ def _run_cta(
     @pl.loop(0, count)
     def _(i):
         slot = lax.rem(i, jnp.int32(depth))
-        plgpu.barrier_wait(refs.arrived.at[wg * depth + slot])
+        plgpu.barrier_wait(refs.arrived.at[ring_of * depth + slot])
         for first in range(0, tile.chunk, tile.rows):
-            rings = [ring.at[wg, slot, pl.ds(first, tile.rows)] for ring in refs.rings]
-            _normalise_rows(rings, refs.parameters, refs.partial.at[wg], tile, eps, centred, emulated)
+            rings = [ring.at[ring_of, slot, pl.ds(first, tile.rows)] for ring in refs.rings]
+            _normalise_rows(job, rings, refs.parameters, refs.partial.at[ring_of])
         plgpu.commit_smem()
         for ring, target in zip(refs.rings, refs.outputs, strict=True):
-            plgpu.copy_smem_to_gmem(ring.at[wg, slot], target.at[span(i)])
-        # The slot before has been stored once all but this step's stores have read theirs.
-        plgpu.wait_smem_to_gmem(arrays, wait_read_only=True)
+            plgpu.copy_smem_to_gmem(ring.at[ring_of, slot], target.at[span(i)])
+        # The slot before is free once all stores but this step's have read theirs.
+        plgpu.wait_smem_to_gmem(tile.arrays, wait_read_only=True)
         pl.when(i > 0)(lambda: fetch(i - 1 + depth))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _normalise_rows(
-    rings, parameters, partial, tile: Tile, eps: float, centred: bool, emulated: bool
-) -> None:
+def _normalise_rows(job: Job, rings, parameters, partial) -> None:
     """Replaces rows of x by normed ones, and rows of the residual by the sum."""
-    shape = tile.shape
+    tile, shape, emulated = job.tile, job.tile.shape, job.emulated
 
     def load(ring):
         if emulated:
@@ -253,10 +286,10 @@ def _normalise_rows(
     if len(rings) == 2:
         total += load(rings[1])
         store(rings[1], total)
-    if centred:
+    if job.centred:
         total -= _spread(_mean(total, partial.at[0], tile), shape)
     variance = _mean(total * total, partial.at[1], tile)
-    normed = total * _spread(lax.rsqrt(variance + eps), shape)
+    normed = total * _spread(lax.rsqrt(variance + job.eps), shape)
     for parameter, combine in zip(parameters, (jnp.multiply, jnp.add), strict=False):
         normed = combine(normed, _load_parameter(parameter, tile, emulated).astype(jnp.float32))
     store(rings[0], normed)

@@ -1,0 +1,244 @@
+"""A GEMM and bandwidth-bound work in one launch: the second lives in a fourth warpgroup of every GEMM CTA.
+
+Warpgroups 0 and 1 multiply, 2 copies operands for them, 3 streams its own data through its own ring. So each SM has
+both kinds of work from start to end whatever their shares, and neither waits for the other; an SM's registers go to
+them as REGISTERS says. The other design, some SMs for one and some for the other, is slower: see docs/kernels.md.
+
+Partners: a norm with a residual sum (pallas_kernels.norm), and column sums of a large array, the plainest reader.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.gemm import mosaic_gpu as gemm
+from pallas_kernels.norm import mosaic_gpu as norm
+
+REGISTERS = (
+    184,
+    40,
+    104,
+)  # Of each thread that multiplies, that copies, and of the partner: 512 in all.
+GEMM_TILE = gemm.Tile(schedule="cooperative", pipeline_depth=3, store_slots=1, in_flight=0)
+PARTNER_BYTES = gemm.SMEM_BYTES - GEMM_TILE.smem_bytes - 3072
+
+# The reader sums blocks of (BLOCK, LANES) values, one TMA copy of 16 KB each, in (PART, LANES) registers.
+BLOCK, LANES, PART = 64, 128, 32
+READER_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partner:
+    """Bandwidth-bound work for one warpgroup of each CTA.
+
+    Attributes:
+      operands: Its arrays.
+      out_types: Its results.
+      scratch: Its shared memory and barriers.
+      run: Given its references in that order, its number and the number of workers, does its share.
+    """
+
+    operands: list[Array]
+    out_types: tuple[jax.ShapeDtypeStruct, ...]
+    scratch: list[Any]
+    run: Callable[[tuple[Any, ...], Any, int], None]
+
+
+def gemm_beside(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    bias: Float[Array, " N"] | None,
+    residual: Float[Array, "M N"] | None,
+    partner: Partner,
+    *,
+    epilogue: gemm.Epilogue,
+    ctas: int,
+    tile: gemm.Tile = GEMM_TILE,
+    name: str = "gemm_beside",
+) -> tuple[Array, ...]:
+    """Runs the GEMM and the partner on `ctas` SMs; returns the product and the partner's results."""
+    if tile.cluster is not None:
+        raise ValueError(f"{name}({tile}): clusters tie CTAs to each other; co-run tiles have none")
+    plan = gemm.make_plan(x, w, epilogue, tile, ctas)
+    operands = [a for a in (x, w, bias, residual) if a is not None]
+    first = gemm.scratch(plan, x.dtype, residual is not None)
+    counts = [len(operands), len(partner.operands), 1, len(partner.out_types), len(first)]
+
+    def body(*refs):
+        sections, start = [], 0
+        for count in [*counts, len(partner.scratch)]:
+            sections.append(refs[start : start + count])
+            start += count
+        mine, theirs, out, their_outs, scratch, their_scratch = sections
+        named = gemm.name_refs(plan, (*mine, *out, *scratch), bias is None, residual is None)
+        gemm.run_cta(plan, named, REGISTERS[:2])
+
+        @pl.when(lax.axis_index("wg") == gemm.CONSUMERS + 1)
+        def _():
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
+            partner.run((*theirs, *their_outs, *their_scratch), lax.axis_index("sm"), ctas)
+
+    product = jax.ShapeDtypeStruct((plan.m, plan.n), x.dtype)
+    return gemm.launch(
+        body,
+        plan,
+        [*operands, *partner.operands],
+        (product, *partner.out_types),
+        [*first, *partner.scratch],
+        name,
+        threads=gemm.CONSUMERS + 2,
+    )
+
+
+def norm_partner(
+    x: Float[Array, "R D"],
+    residual: Float[Array, "R D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    *,
+    eps: float,
+    centred: bool,
+    emulated: bool = False,
+) -> Partner:
+    """The norm of x + residual, and the sum: results are seen as the rows of norm.Job are."""
+    job = norm.Job(tile=norm_tile(x.shape[1]), eps=eps, centred=centred, emulated=emulated)
+    operands = job.operands(x, residual, scale, bias)
+
+    def run(refs, me, workers):
+        norm.run_warpgroup(job, job.name_refs(refs, len(operands)), 0, me, workers)
+
+    return Partner(
+        operands=operands,
+        out_types=job.out_types(operands),
+        scratch=job.scratch(operands),
+        run=run,
+    )
+
+
+def norm_tile(width: int) -> norm.Tile:
+    """The rings of one warpgroup in the shared memory that the GEMM leaves."""
+    chunk = norm.rows_at_a_time(width)
+    depth = min(6, PARTNER_BYTES // (4 * chunk * width))
+    if depth < 2 or width * chunk > 4 * 1024:
+        raise NotImplementedError(
+            f"gemm_beside_norm(width={width}): beside a GEMM a warpgroup has {REGISTERS[2]} registers a thread and "
+            f"{PARTNER_BYTES} bytes; widths are up to 1024, or multiples of {norm.WIDE_STEP} up to 4096; "
+            "run the norm as a kernel of its own"
+        )
+    return norm.Tile(width=width, arrays=2, warpgroups=1, pipeline_depth=depth, chunk=chunk)
+
+
+def reader_partner(data: Float[Array, "R 128"]) -> Partner:
+    """Column sums: one (PART, LANES) of partial sums per worker, rows taken modulo PART."""
+    _check_data(data)
+    return Partner(
+        operands=[data],
+        out_types=(),
+        scratch=[
+            plgpu.SMEM((READER_DEPTH, BLOCK, LANES), data.dtype),
+            plgpu.Barrier(num_barriers=READER_DEPTH),
+        ],
+        run=lambda refs, me, workers: read(*refs, me, workers),
+    )
+
+
+def gemm_beside_sums(
+    x: Float[Array, "M K"],
+    w: Float[Array, "K N"],
+    bias: Float[Array, " N"] | None,
+    residual: Float[Array, "M N"] | None,
+    data: Float[Array, "R 128"],
+    *,
+    epilogue: gemm.Epilogue,
+    ctas: int,
+) -> tuple[Array, Array]:
+    """The product, and partial column sums of data, one (PART, LANES) per CTA."""
+    sums = jax.ShapeDtypeStruct((ctas, PART, LANES), jnp.float32)
+    partner = reader_partner(data)
+    partner = Partner(
+        operands=partner.operands, out_types=(sums,), scratch=partner.scratch, run=partner.run
+    )
+    product, sums = gemm_beside(
+        x,
+        w,
+        bias,
+        residual,
+        partner,
+        epilogue=epilogue,
+        ctas=ctas,
+        name="gemm_beside_sums",
+    )
+    return product, sums
+
+
+def column_sums(data: Float[Array, "R 128"], *, ctas: int) -> Float[Array, "W 32 128"]:
+    """Partial column sums of data on `ctas` SMs, three warpgroups each with a ring of its own."""
+    _check_data(data)
+    readers = 3
+
+    def column_sums_kernel(data_g, sums_g, ring, arrived):
+        wg = lax.axis_index("wg")
+        me = lax.axis_index("sm") * readers + wg
+        read(data_g, sums_g, ring.at[wg], arrived, me, ctas * readers, wg * READER_DEPTH)
+
+    return plgpu.kernel(
+        column_sums_kernel,
+        out_type=jax.ShapeDtypeStruct((ctas * readers, PART, LANES), jnp.float32),
+        scratch_types=[
+            plgpu.SMEM((readers, READER_DEPTH, BLOCK, LANES), data.dtype),
+            plgpu.Barrier(num_barriers=readers * READER_DEPTH),
+        ],
+        grid=(ctas,),
+        grid_names=("sm",),
+        num_threads=readers,
+        thread_name="wg",
+    )(data)
+
+
+def read(data_g, sums_g, ring, arrived, me, workers: int, first: int = 0) -> None:
+    """Sums blocks me, me + workers, ... of data through a ring whose barriers are arrived[first:]."""
+    layout = plgpu.Layout.WG_STRIDED((PART, LANES), 8)
+    count = gemm.share(data_g.shape[0] // BLOCK, me, workers)
+
+    def fetch(i):
+        slot = lax.rem(i, jnp.int32(READER_DEPTH))
+        source = data_g.at[pl.ds((me + i * workers) * BLOCK, BLOCK)]
+
+        @pl.when(i < count)
+        def _():
+            plgpu.copy_gmem_to_smem(source, ring.at[slot], arrived.at[first + slot])
+
+    def add(i, total):
+        slot = lax.rem(i, jnp.int32(READER_DEPTH))
+        plgpu.barrier_wait(arrived.at[first + slot])
+        for part in range(0, BLOCK, PART):
+            values = plgpu.load(ring.at[slot, pl.ds(part, PART)], layout=layout)
+            total += values.astype(jnp.float32)
+        plgpu.commit_smem()  # The slot has been read before TMA writes it again.
+        fetch(i + READER_DEPTH)
+        return total
+
+    for i in range(READER_DEPTH):
+        fetch(jnp.int32(i))
+    zero = plgpu.layout_cast(jnp.zeros((PART, LANES), jnp.float32), layout)
+    sums_g[me] = lax.fori_loop(0, count, add, zero)
+
+
+def _check_data(data) -> None:
+    if data.shape[0] % BLOCK or data.shape[1] != LANES:
+        raise NotImplementedError(
+            f"column_sums(data: {data.shape}): blocks of {BLOCK} rows of {LANES} values are streamed; "
+            "reshape the data, or use implementation='xla'"
+        )
+    if data.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"column_sums(data: {data.dtype}): bfloat16 and float16 are streamed; "
+            "cast, or use implementation='xla'"
+        )

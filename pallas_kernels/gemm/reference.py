@@ -1,0 +1,58 @@
+"""What the GEMM kernels compute, in plain jnp and float32: the truth they are checked against."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.gemm.activations import Activation
+
+
+def gemm(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    bias: Float[Array, " N"] | None = None,
+    residual: Float[Array, "*B N"] | None = None,
+    *,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+) -> Float[Array, "*B N"]:
+    """residual + scale * activation(x @ w + bias), in float32."""
+    y = _product(x, w)
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    y = scale * activate(y, activation)
+    return y if residual is None else residual.astype(jnp.float32) + y
+
+
+def gated_gemm(
+    x: Float[Array, "*B K"],
+    w_gate: Float[Array, "K N"],
+    w: Float[Array, "K N"],
+    *,
+    activation: Activation | None = "silu",
+) -> Float[Array, "*B N"]:
+    """activation(x @ w_gate) * (x @ w), in float32."""
+    return activate(_product(x, w_gate), activation) * _product(x, w)
+
+
+def activate(y: Float[Array, "*B"], activation: Activation | None) -> Float[Array, "*B"]:
+    """Applies an activation by its name, as jax.nn defines it."""
+    match activation:
+        case None:
+            return y
+        case "gelu":
+            return jax.nn.gelu(y, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(y, approximate=True)
+        case "silu":
+            return jax.nn.silu(y)
+        case "sigmoid":
+            return jax.nn.sigmoid(y)
+        case "relu":
+            return jax.nn.relu(y)
+
+
+def _product(x: Float[Array, "*B K"], w: Float[Array, "K N"]) -> Float[Array, "*B N"]:
+    return jnp.matmul(
+        x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )

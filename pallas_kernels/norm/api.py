@@ -1,0 +1,216 @@
+"""LayerNorm and RMSNorm, alone or after a residual sum: the public functions and their checks."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.norm import mosaic_gpu, xla
+from pallas_kernels.norm.mosaic_gpu import Tile, tile_for
+
+
+class AddNorm(NamedTuple):
+    """A residual sum and its norm, both in the dtype of x.
+
+    Attributes:
+      normed: The norm of the sum, from the sum in f32.
+      total: The sum, the residual of what follows.
+    """
+
+    normed: Float[Array, "*B D"]
+    total: Float[Array, "*B D"]
+
+
+def layer_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> Float[Array, "*B D"]:
+    """(x - mean) / sqrt(variance + eps) * scale + bias over the last axis, computed in f32.
+
+    The kernel takes bfloat16 and float16 rows of 64 to 16,384 values: multiples of 64 up to 2,048, of 256 beyond.
+
+    Args:
+      x: Values; leading axes count as rows.
+      scale: Gain per feature, of any floating dtype.
+      bias: Added per feature.
+      eps: Added to the variance.
+      sm_budget: SMs that the kernel may fill; None: all. XLA's implementation knows no budget and ignores it.
+      implementation: "mosaic_gpu", "xla" or None for the best that can.
+      tile: Overrides the choice made by width.
+
+    Returns:
+      The normalised values, in the dtype of x.
+
+    Raises:
+      ValueError: Shapes or dtypes that do not fit together, a budget the device lacks.
+      NotImplementedError: The named implementation cannot do this width, dtype or device.
+
+    Source: Ba, Kiros and Hinton 2016, equation 3.
+    """
+    options = (sm_budget, implementation, tile)
+    return _dispatch("layer_norm", x, None, scale, bias, eps, True, *options)[0]
+
+
+def rms_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> Float[Array, "*B D"]:
+    """x / sqrt(mean of squares + eps) * scale over the last axis, computed in f32.
+
+    Args:
+      x: Values; leading axes count as rows.
+      scale: Gain per feature, of any floating dtype.
+      eps: Added to the mean of squares.
+      sm_budget: See `layer_norm`.
+      implementation: See `layer_norm`.
+      tile: See `layer_norm`.
+
+    Returns:
+      The normalised values, in the dtype of x.
+
+    Raises:
+      ValueError: As for `layer_norm`.
+      NotImplementedError: As for `layer_norm`.
+
+    Source: Zhang and Sennrich 2019, equation 4.
+    """
+    options = (sm_budget, implementation, tile)
+    return _dispatch("rms_norm", x, None, scale, None, eps, False, *options)[0]
+
+
+def add_layer_norm(
+    x: Float[Array, "*B D"],
+    residual: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> AddNorm:
+    """The LayerNorm of x + residual, and that sum, in one pass; arguments as for `layer_norm`.
+
+    Args:
+      x: Values; leading axes count as rows.
+      residual: Added to x.
+      scale: Gain per feature.
+      bias: Added per feature.
+      eps: Added to the variance.
+      sm_budget: See `layer_norm`.
+      implementation: See `layer_norm`.
+      tile: See `layer_norm`.
+
+    Returns:
+      The norm and the sum.
+
+    Raises:
+      ValueError: As for `layer_norm`.
+      NotImplementedError: As for `layer_norm`.
+    """
+    options = (sm_budget, implementation, tile)
+    return AddNorm(*_dispatch("add_layer_norm", x, residual, scale, bias, eps, True, *options))
+
+
+def add_rms_norm(
+    x: Float[Array, "*B D"],
+    residual: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> AddNorm:
+    """The RMSNorm of x + residual, and that sum, in one pass; arguments as for `layer_norm`.
+
+    Args:
+      x: Values; leading axes count as rows.
+      residual: Added to x.
+      scale: Gain per feature.
+      eps: Added to the mean of squares.
+      sm_budget: See `layer_norm`.
+      implementation: See `layer_norm`.
+      tile: See `layer_norm`.
+
+    Returns:
+      The norm and the sum.
+
+    Raises:
+      ValueError: As for `layer_norm`.
+      NotImplementedError: As for `layer_norm`.
+    """
+    options = (sm_budget, implementation, tile)
+    return AddNorm(*_dispatch("add_rms_norm", x, residual, scale, None, eps, False, *options))
+
+
+def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
+    """Raises ValueError unless the operands of a norm fit together."""
+    if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{kernel}(x: {x.dtype}{x.shape}): floating rows (..., D) of at least one value are normalised; "
+            "reshape or cast x"
+        )
+    for name, array in (("scale", scale), ("bias", bias)):
+        if array is not None and (
+            array.shape != x.shape[-1:] or not jnp.issubdtype(array.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"{kernel}({name}: {array.dtype}{array.shape}): rows have {x.shape[-1]} features; "
+                f"{name} is floating of shape {x.shape[-1:]}; reshape or cast it"
+            )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"{kernel}(residual: {residual.dtype}{residual.shape}): x is {x.dtype}{x.shape}; "
+            "both are alike; reshape or cast one"
+        )
+    if not eps >= 0:
+        raise ValueError(f"{kernel}(eps={eps}): it is at least 0; pass the model's epsilon")
+
+
+def _dispatch(
+    kernel, x, residual, scale, bias, eps, centred, sm_budget, implementation, tile
+) -> tuple[Array, ...]:
+    check_norm(kernel, x, residual, scale, bias, eps)
+    ctas = dispatch.check_sm_budget(kernel, sm_budget)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    flat = [None if a is None else a.reshape(rows, width) for a in (x, residual)]
+
+    def on_hopper():
+        if implementation is None:
+            dispatch.require_hopper(kernel)
+        return _normalise(
+            *flat,
+            scale,
+            bias,
+            eps=eps,
+            centred=centred,
+            tile=tile or tile_for(width, residual=residual is not None),
+            ctas=ctas,
+            name=kernel,
+        )
+
+    by_xla = functools.partial(xla.normalise, *flat, scale, bias, eps=eps, centred=centred)
+    results = dispatch.dispatch(kernel, implementation, {"mosaic_gpu": on_hopper, "xla": by_xla})
+    return tuple(a.reshape(x.shape) for a in results)
+
+
+# One launch is traced and lowered once for all its uses in a program.
+_normalise = jax.jit(
+    mosaic_gpu.normalise, static_argnames=("eps", "centred", "tile", "ctas", "name", "emulated")
+)

@@ -1,0 +1,77 @@
+"""Worker processes that compile at the same time and use the GPU one after the other."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def run(
+    prepare: Callable[[Any], Any],
+    measure: Callable[[Any, Any], Any],
+    items: list[Any],
+    workers: int,
+) -> Iterator[tuple[Any, Any]]:
+    """Yields (item, result) as they come; a result is an exception's text where one was raised.
+
+    Every item is prepared before the first is measured, so that nothing compiles or autotunes beside a measurement.
+
+    Args:
+      prepare: Compiles an item, in a worker process; a function of a module, as `measure` is.
+      measure: Runs what prepare returned, alone on the GPU; its result must pickle.
+      items: Picklable.
+      workers: Number of processes.
+
+    Yields:
+      Each item with its result.
+
+    Raises:
+      SystemExit: A worker died.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    workers = min(workers, len(items))
+    barrier, lock, queue = context.Barrier(workers), context.Lock(), context.Queue()
+    processes = [
+        context.Process(
+            target=_work, args=(prepare, measure, items[i::workers], barrier, lock, queue)
+        )
+        for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    left = len(items)
+    while left:
+        try:
+            item, result = queue.get(timeout=5)
+        except multiprocessing.queues.Empty:
+            if not all(process.is_alive() for process in processes):
+                for process in processes:
+                    process.terminate()
+                raise SystemExit("a worker process died; its output is above") from None
+            continue
+        left -= 1
+        yield item, result
+    for process in processes:
+        process.join()
+
+
+def _work(prepare, measure, items, barrier, lock, queue) -> None:
+    prepared = [_attempt(prepare, item) for item in items]
+    barrier.wait()
+    for item, ready in zip(items, prepared, strict=True):
+        if isinstance(ready, str):
+            queue.put((item, ready))
+            continue
+        with lock:
+            result = _attempt(measure, item, ready)
+        queue.put((item, result))
+    queue.close()
+    queue.join_thread()
+
+
+def _attempt(function, *args):
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
