@@ -178,8 +178,10 @@ class _Walk:
 
     def _check_alike(self, graph: Graph, probe: Graph) -> None:
         for operation, twin in zip(graph.operations, probe.operations, strict=False):
-            if operation.primitive != twin.primitive or _wiring(operation) != _wiring(twin):
-                self.changed(f"it becomes {describe(twin)}", describe(operation))
+            if _wiring(operation) != _wiring(twin):
+                results = f"with {len(operation.outputs)} results becomes"
+                found = f"it {results} {describe(twin)} with {len(twin.outputs)}"
+                self.changed(found, describe(operation))
         if len(graph.operations) != len(probe.operations):
             self.changed(
                 f"its {len(graph.operations)} operations become {len(probe.operations)}",
@@ -262,8 +264,8 @@ def _located(step: Step, layouts: Sequence[Layout], outside: bool) -> Located:
     return tuple(place(fact) for fact in step.facts)
 
 
-def _wiring(operation: Operation) -> tuple[int | None, ...]:
-    return _numbers(operation.inputs)
+def _wiring(operation: Operation) -> tuple[object, ...]:
+    return operation.primitive, _numbers(operation.inputs), operation.outputs
 
 
 def _numbers(atoms: Sequence[Atom]) -> tuple[int | None, ...]:

@@ -56,7 +56,8 @@ def _along(name: str, verb: str) -> Rule:
 
     def rule(step: Step, rows: Located) -> Located:
         joined = join(step, rows)
-        if joined.axis == step.params[name]:
+        # Some primitives keep an axis that is counted from the end.
+        if joined.axis == step.params[name] % len(step.shapes[0]):
             step.refuse(f"{verb} axis {joined.axis}, the batch")
         return step.same(joined)
 

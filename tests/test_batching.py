@@ -386,6 +386,11 @@ PER_ROW = {
         [X],
         [0],
     ),
+    "unstacked time": (lambda x: [*x.transpose(1, 0, 2)], [X], [0]),
+    "approximate top": (lambda x: lax.approx_max_k(x, 2), [X], [0]),
+    "barrier": (lambda x: lax.optimization_barrier((x, 2 * x)), [X], [0]),
+    "device_put": (lambda x: jax.device_put(x) + 1, [X], [0]),
+    "bits": (lambda x: lax.bitcast_convert_type(lax.reduce_precision(x, 8, 7), jnp.int8), [X], [0]),
     "zeros flattened either way": (
         lambda x: (
             x
@@ -457,6 +462,13 @@ MIXING = {
     "sort over rows": (lambda x: jnp.sort(x, axis=0), [X], [0], "sort"),
     "argmax over rows": (lambda x: jnp.argmax(x, axis=0), [X], [0], "argmax"),
     "top rows": (lambda x: lax.top_k(x[:, 0, 0], 2), [X], [0], "top_k"),
+    "approximate top rows": (
+        lambda x: lax.approx_max_k(x, 2),
+        [X.transpose(1, 2, 0)],
+        [2],
+        "approx_top_k",
+    ),
+    "rows taken apart": (lambda x: sum([*x]), [X], [0], "unstack"),
     "cumsum over rows": (lambda x: jnp.cumsum(x, axis=0), [X], [0], "cumsum"),
     "cumsum over all": (lambda x: jnp.cumsum(x.reshape(-1, D), axis=0), [X], [0], "cumsum"),
     "batch size as a number": (lambda x: x / x.shape[0], [X], [0], "div"),
