@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from pbjax.batching import Rows, find_rows
@@ -119,7 +120,7 @@ def analyse(
         fingerprint=fingerprint(program_at(PROBE_SIZE)),
         out_axes=tuple(_axis(rows[a]) if isinstance(a, int) else None for a in graph.outputs),
         program_at=program_at,
-        weights=(*jax.tree.leaves(seam.params), *graph.constants),
+        weights=(*jax.tree.leaves(seam.params), *map(jnp.asarray, graph.constants)),
         device=device,
     )
 

@@ -10,6 +10,7 @@ graph in which nothing repeats is one block with a single repetition.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from jax.extend.core import Literal
@@ -57,17 +58,55 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A value inside the block and its counterpart in the graph.
+class Shared:
+    """A value that every repetition reads.
 
     Attributes:
-      inner: Its number inside the block (an atom for collected results).
-      outer: One atom for a shared value or for an array stacked along a leading axis of N; N atoms
-        for values that stand apart in the graph.
+      inner: Its number inside the block.
+      outer: The same value in the graph.
+    """
+
+    inner: int
+    outer: Atom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """A value of which each repetition reads its own, from an array stacked along a leading axis.
+
+    Attributes:
+      inner: Its number inside the block.
+      outer: The array in the graph.
+    """
+
+    inner: int
+    outer: Atom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """A value of which each repetition reads its own, and which stand apart in the graph.
+
+    Attributes:
+      inner: Its number inside the block.
+      outer: N values in the graph.
+    """
+
+    inner: int
+    outer: tuple[Atom, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """A result of each repetition that is read after the block.
+
+    Attributes:
+      inner: What it is inside the block.
+      outer: N values in the graph, or the one that stacks them along a leading axis.
     """
 
     inner: Atom
-    outer: Atom | tuple[Atom, ...]
+    outer: int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +126,10 @@ class Block:
     operations: tuple[Operation, ...]
     avals: tuple[Aval, ...]
     count: int
-    shared: tuple[Link, ...]
+    shared: tuple[Shared, ...]
     carries: tuple[Carry, ...]
-    per_block: tuple[Link, ...]
-    collected: tuple[Link, ...]
+    per_block: tuple[Stacked | Apart, ...]
+    collected: tuple[Collected, ...]
 
 
 def find_repetition(graph: Graph, seconds: Sequence[float]) -> Repetition:
@@ -259,7 +298,7 @@ def _match(graph: Graph, repetition: Repetition) -> _Links | None:
     for atoms in _aligned(runs, lambda operation: operation.inputs):
         if isinstance(atoms[0], Literal):
             continue
-        inside = [place.get(atom) for place, atom in zip(places, atoms, strict=True)]
+        inside = [_place(place, atom) for place, atom in zip(places, atoms, strict=True)]
         if any(inside):
             if len(set(inside)) > 1:
                 return None
@@ -273,6 +312,10 @@ def _match(graph: Graph, repetition: Repetition) -> _Links | None:
                 return None
             carried[atoms] = before
     return _Links(tuple(shared), carried, tuple(per_block))
+
+
+def _place(places: dict[int, tuple[int, int]], atom: Atom) -> tuple[int, int] | None:
+    return places.get(atom) if isinstance(atom, int) else None
 
 
 def _runs(graph: Graph, repetition: Repetition) -> list[Sequence[Operation]]:
@@ -294,7 +337,7 @@ def _from_previous(
     """The place in the previous repetition that every repetition but the first reads."""
     if any(atoms[0] in place for place in places):
         return None
-    found = {place.get(atom) for place, atom in zip(places, atoms[1:], strict=False)}
+    found = {_place(place, atom) for place, atom in zip(places, atoms[1:], strict=False)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -303,10 +346,10 @@ def _unrolled_block(graph: Graph, repetition: Repetition, links: _Links) -> Bloc
     shared = [(atom,) * len(runs) for atom in links.shared]
     leaves = [*shared, *links.carried, *links.per_block]
     numbers = {atoms: i for i, atoms in enumerate(leaves)}
-    avals = [graph.avals[atoms[0]] for atoms in leaves]
+    avals = [_aval(graph, atoms) for atoms in leaves]
     for values in _aligned(runs, lambda operation: operation.outputs):
         numbers[values] = len(avals)
-        avals.append(graph.avals[values[0]])
+        avals.append(_aval(graph, values))
     template = _template(runs, numbers)
     carries = tuple(
         Carry(
@@ -321,11 +364,16 @@ def _unrolled_block(graph: Graph, repetition: Repetition, links: _Links) -> Bloc
         operations=template,
         avals=tuple(avals),
         count=len(runs),
-        shared=tuple(Link(inner=i, outer=atom) for i, atom in enumerate(links.shared)),
+        shared=tuple(Shared(inner=i, outer=atom) for i, atom in enumerate(links.shared)),
         carries=carries,
-        per_block=tuple(Link(inner=numbers[atoms], outer=atoms) for atoms in links.per_block),
+        per_block=tuple(Apart(inner=numbers[atoms], outer=atoms) for atoms in links.per_block),
         collected=_collected(graph, repetition, template, {c.final for c in carries}),
     )
+
+
+def _aval(graph: Graph, atoms: tuple[Atom, ...]) -> Aval:
+    first = atoms[0]
+    return graph.avals[first] if isinstance(first, int) else cast(Aval, first.aval)
 
 
 def _template(
@@ -356,7 +404,7 @@ def _template(
 
 def _collected(
     graph: Graph, repetition: Repetition, template: Sequence[Operation], finals: set[int]
-) -> tuple[Link, ...]:
+) -> tuple[Collected, ...]:
     """Results that something after the block reads, apart from what the last repetition carries."""
     after = graph.operations[repetition.end :]
     atoms = (*graph.outputs, *(atom for operation in after for atom in operation.inputs))
@@ -365,17 +413,17 @@ def _collected(
     for k, operations in enumerate(zip(*_runs(graph, repetition), strict=True)):
         for m, values in enumerate(zip(*(o.outputs for o in operations), strict=True)):
             if read_after.intersection(values):
-                found.append(Link(inner=template[k].outputs[m], outer=values))
+                found.append(Collected(inner=template[k].outputs[m], outer=values))
     return tuple(found)
 
 
 def _scanned_block(graph: Graph, operation: Operation) -> Block:
     body, parts = loop_body(operation), scan_parts(operation)
-    captured = [Link(inner=i, outer=Literal(c, body.avals[i])) for i, c in _captured(body)]
+    captured = [Shared(inner=i, outer=Literal(c, body.avals[i])) for i, c in _captured(body)]
     leaves = iter(body.inputs)
-    shared = tuple(Link(inner=next(leaves), outer=atom) for atom in parts.consts)
+    shared = tuple(Shared(inner=next(leaves), outer=atom) for atom in parts.consts)
     inner_carry = [next(leaves) for _ in parts.carry]
-    per_block = tuple(Link(inner=next(leaves), outer=atom) for atom in parts.xs)
+    per_block = tuple(Stacked(inner=next(leaves), outer=atom) for atom in parts.xs)
     results = body.outputs
     carries = tuple(
         Carry(inner=inner, initial=initial, result=result, final=final)
@@ -384,7 +432,7 @@ def _scanned_block(graph: Graph, operation: Operation) -> Block:
         )
     )
     collected = tuple(
-        Link(inner=inner, outer=outer)
+        Collected(inner=inner, outer=outer)
         for inner, outer in zip(results[len(parts.carry) :], parts.ys, strict=True)
     )
     return Block(

@@ -7,7 +7,7 @@ argument or file; 3 an unsupported configuration; 4 tensors that do not fit; 5 a
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -107,8 +107,8 @@ def optimize(
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)
-        hidden = fast(*inputs).last_hidden_state
-        embeddings = text.sentence_embeddings(_numpy(hidden), encoded.attention_mask)
+        hidden = _numpy(fast(*inputs))
+        embeddings = text.sentence_embeddings(hidden, encoded.attention_mask)
         pairs = text.most_similar(sentences, embeddings, 3)
         say(f"\nthe three most similar of {batch} sentences:")
         for pair in pairs:
@@ -145,14 +145,15 @@ def _exhaustive_line(searched, exhaustive) -> str:
     return f"{line}; the search is {excess:.2%} above it"
 
 
-def _numpy(array):
+def _numpy(output):
+    """The hidden states of a text encoder's output, on the host."""
     import numpy as np
 
-    return np.asarray(array)
+    return np.asarray(output.last_hidden_state)
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
+def _exit_codes() -> Generator[None]:
     """Turns the errors that are raised on purpose into one line on stderr and an exit code."""
     try:
         yield

@@ -105,12 +105,13 @@ def compile_split(
         unroll=unroll,
     )
     out_tree = analysis.graph.out_tree
+    constants = analysis.weights[len(jax.tree.leaves(analysis.model.params)) :]
 
     def split(weights, *leaves):
         return jax.tree.unflatten(out_tree, run(weights, leaves))
 
     def pack(params):
-        return layout.pack((*params, *analysis.graph.constants))
+        return layout.pack((*params, *constants))
 
     options = overlap_options() if any(way.staggers) else {}
     return _compiled(analysis, split, pack, leaves, way, options)
@@ -189,7 +190,7 @@ def _compiled(
     program = jitted.lower(jax.eval_shape(pack, params), *shapes).compile()
     seconds = time.perf_counter() - start
     weights = pack(params)
-    own = {id(leaf) for leaf in (*params, *analysis.graph.constants)}
+    own = {id(leaf) for leaf in analysis.weights}
     memory = program.memory_analysis()
     return CompiledProgram(
         way=way,

@@ -9,6 +9,7 @@ run is decided in `search`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ from jax import lax
 from jax.extend.core import Literal
 from jaxtyping import Array
 
-from pbjax.blocks import Link
+from pbjax.blocks import Apart, Collected, Stacked
 from pbjax.schedule import PROLOGUE, Slot, Timetable
 from pbjax.stages import Program, Stage
-from pbjax.trace import Atom, evaluate
+from pbjax.trace import Atom, Aval, evaluate
 
 # JAX programs specialise on axes of size one, so a sub-batch of one row runs as two.
 MIN_ROWS = 2
@@ -44,7 +45,7 @@ def overlap_options() -> dict[str, str | int | bool]:
 
 def run_inline(stage: Stage, args: Sequence[Array]) -> list[Array]:
     """Runs a stage's operations one after the other: what a stage is, by definition."""
-    env = dict(zip(stage.reads, args, strict=True))
+    env: dict[int, Array] = dict(zip(stage.reads, args, strict=True))
     evaluate(stage.operations, env)
     return [env[value] for value in stage.writes]
 
@@ -59,22 +60,18 @@ class WeightLayout:
     """
 
     loose: tuple[int, ...]
-    stacked: tuple[Link, ...]
+    stacked: tuple[Apart, ...]
 
     @staticmethod
     def of(program: Program) -> "WeightLayout":
         """The layout for a program; every weight that it reads appears once."""
         weights = program.graph.weights
-        links = [link for link in program.block.per_block if isinstance(link.outer, tuple)]
+        apart = [link for link in program.block.per_block if isinstance(link, Apart)]
         stacked = tuple(
-            link for link in links if all(a in weights for a in link.outer if isinstance(a, int))
+            link for link in apart if all(isinstance(a, int) and a in weights for a in link.outer)
         )
-        only_stacked = {atom for link in stacked for atom in link.outer}
         elsewhere = _read_outside(program, stacked)
-        return WeightLayout(
-            loose=tuple(w for w in weights if w in elsewhere and w not in only_stacked - elsewhere),
-            stacked=stacked,
-        )
+        return WeightLayout(loose=tuple(w for w in weights if w in elsewhere), stacked=stacked)
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """Arrays to pass to the program; stacks the layers' weights, one copy of each.
@@ -82,18 +79,19 @@ class WeightLayout:
         Args:
           leaves: The weights by their numbers: leaves of the params, then captured arrays.
         """
-        stacked = (jnp.stack([leaves[i] for i in link.outer]) for link in self.stacked)
+        layers = ([a for a in link.outer if isinstance(a, int)] for link in self.stacked)
+        stacked = (jnp.stack([leaves[i] for i in numbers]) for numbers in layers)
         return (*(leaves[i] for i in self.loose), *stacked)
 
 
-def _read_outside(program: Program, stacked: Sequence[Link]) -> set[int]:
+def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
     """Values of the graph that something other than a stacked weight refers to."""
     block = program.block
     atoms: list[Atom] = [*program.graph.outputs, *(link.outer for link in block.shared)]
     atoms += [carry.initial for carry in block.carries]
     for link in block.per_block:
         if link not in stacked:
-            atoms += link.outer if isinstance(link.outer, tuple) else [link.outer]
+            atoms += link.outer if isinstance(link, Apart) else [link.outer]
     for stage in (program.prologue, program.epilogue):
         atoms += stage.reads if stage else ()
     return {atom for atom in atoms if isinstance(atom, int)}
@@ -158,10 +156,10 @@ class Lane:
             self.outer[carry.final] = self.live[carry.inner]
         for link, pieces in zip(self.program.block.collected, self.collected, strict=True):
             whole = lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
-            if isinstance(link.outer, tuple):
-                self.outer.update({value: whole[i] for i, value in enumerate(link.outer)})
-            else:
+            if isinstance(link.outer, int):
                 self.outer[link.outer] = whole
+            else:
+                self.outer.update({value: whole[i] for i, value in enumerate(link.outer)})
 
     def outputs(self) -> list[Array]:
         """What the program returns for this sub-batch."""
@@ -174,10 +172,10 @@ class Lane:
                 self._per_block[link.inner] = self._stack(link)
         self.live = {carry.inner: self._atom(carry.initial) for carry in block.carries}
 
-    def _stack(self, link: Link) -> Array:
-        if isinstance(link.outer, tuple):
-            return jnp.stack([self._atom(atom) for atom in link.outer])
-        return self._atom(link.outer)
+    def _stack(self, link: Stacked | Apart) -> Array:
+        if isinstance(link, Stacked):
+            return self._atom(link.outer)
+        return jnp.stack([self._atom(atom) for atom in link.outer])
 
     def _run_end(self, stage: Stage | None) -> None:
         if stage is None:
@@ -196,7 +194,7 @@ class Lane:
             carries = self.program.block.carries
             self.live = {carry.inner: self._inner(carry.result, block) for carry in carries}
 
-    def _collected_at(self, link: Link) -> int:
+    def _collected_at(self, link: Collected) -> int:
         """The stage after which a collected value is there; the first for what stages only read."""
         for index, stage in enumerate(self.program.stages):
             if link.inner in stage.writes:
@@ -214,7 +212,7 @@ class Lane:
 
     def _atom(self, atom: Atom) -> Array:
         if isinstance(atom, Literal):
-            return jnp.asarray(atom.val, atom.aval.dtype)
+            return jnp.asarray(atom.val, cast(Aval, atom.aval).dtype)
         return self.outer[atom]
 
 

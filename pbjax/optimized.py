@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -63,7 +64,7 @@ class Optimized:
         self._params_tree = params_tree
         self._report = report
         self._row_leaf = next(i for i, axis in enumerate(batch.axes) if axis is not None)
-        self._row_axis = batch.axes[self._row_leaf]
+        self._row_axis = next(axis for axis in batch.axes if axis is not None)
 
     @property
     def plan(self) -> Plan:
@@ -168,7 +169,7 @@ class Optimized:
             )
         self._check_rows(leaves, size)
         padded = [
-            x if axis is None else _pad(x, axis, bucket.plan.batch_size)
+            x if axis is None else jnp.asarray(_pad(x, axis, bucket.plan.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
         self._check(bucket, padded)

@@ -1,7 +1,7 @@
 """Where the time of a long job goes: named phases, and progress within them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from pbjax.reports import Phase
@@ -23,7 +23,7 @@ class Phases:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str, total: int = 1) -> Iterator[Callable[[int, int, str], None]]:
+    def phase(self, name: str, total: int = 1) -> Generator[Callable[[int, int, str], None]]:
         """Clocks what runs inside; yields a function to report items as (done, total, item)."""
 
         def report(done: int, total: int, item: str) -> None:

@@ -35,7 +35,7 @@ _NO_GPU = ("", 0, 0)
 def _gpu_state() -> tuple[str, int, int]:
     """Driver, highest SM clock in MHz, power limit in W; unknown where NVML is not installed."""
     try:
-        import pynvml
+        import pynvml  # pyrefly: ignore[missing-import]
     except ImportError:
         return _NO_GPU
     pynvml.nvmlInit()

@@ -349,7 +349,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
         table.add_column(column, justify="left" if index == 0 or column in _LEFT else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-    console.print(table)
-    lines = [line.rstrip() for line in console.file.getvalue().split("\n")]
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(table)
+    lines = [line.rstrip() for line in text.getvalue().split("\n")]
     return "\n".join([title, *lines]).rstrip()

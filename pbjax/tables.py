@@ -71,7 +71,7 @@ def measured_table(
     warning = _check(analysis, known) if known else ""
     start = known.merge(here) if known else here
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
-    save = path and (lambda table: table.save(path))
+    save = None if path is None else lambda table: table.save(path)
     batch_size = analysis.batch.batch_size
     with phases.phase("profile") as report:
         table = fill(start, analysis.outline, grid(batch_size), timer, progress=report, on_row=save)

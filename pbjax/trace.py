@@ -17,7 +17,7 @@ from typing import Protocol, cast, runtime_checkable
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from pbjax.errors import ModelError
 
@@ -152,7 +152,7 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     )
 
 
-def evaluate(operations: Sequence[Operation], env: dict[int, ArrayLike]) -> None:
+def evaluate(operations: Sequence[Operation], env: dict[int, Array]) -> None:
     """Runs operations in order, reading and writing the values in env by their numbers."""
     for operation in operations:
         equation = operation.equation

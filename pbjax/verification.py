@@ -1,6 +1,7 @@
 """Split against unsplit, on fresh random inputs, by the one tolerance rule."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array
 
 from pallas_kernels.testing import tolerance
 from pbjax.errors import VerificationError
-from pbjax.trace import Graph
+from pbjax.trace import Aval, Graph
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
 
@@ -34,7 +35,7 @@ def fresh_inputs(
     """
     rng = np.random.default_rng(seed)
     sizes = [x.shape[axis] for x, axis in zip(inputs, in_axes, strict=True) if axis is not None]
-    rows = rng.integers(0, sizes[0], sizes[0]) if sizes else None
+    rows = rng.integers(0, sizes[0], sizes[0])
     fresh = []
     for x, axis in zip(inputs, in_axes, strict=True):
         values = np.asarray(x)
@@ -118,7 +119,7 @@ def _allowed(graph: Graph, dtype: np.dtype, magnitude: float) -> float:
 def _contractions(equation: JaxprEqn) -> list[tuple[int, np.dtype]]:
     """(Length of the last axis, dtype) of every contraction that an equation runs, in loops too."""
     if equation.primitive.name in CONTRACTIONS:
-        operand = equation.invars[0].aval
+        operand = cast(Aval, equation.invars[0].aval)
         return [(operand.shape[-1] if operand.shape else 1, operand.dtype)]
     inner = [
         c for body in jaxprs_in_params(equation.params) for e in body.eqns for c in _contractions(e)
