@@ -242,8 +242,6 @@ RULES: Mapping[str, Rule] = {
     "conv_general_dilated": _conv,
     "bitcast_convert_type": _elementwise,
     "fft": _leading(lambda step: len(step.params["fft_lengths"]), "transforms"),
-    "cholesky": _leading(lambda step: 2, "factorises"),
-    "triangular_solve": _leading(lambda step: 2, "solves along"),
     "random_bits": _random_bits,
     "random_split": _random_bits,
     "random_wrap": _leading(lambda step: 1, "makes keys of"),
