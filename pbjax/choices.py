@@ -43,12 +43,12 @@ class Choice:
         return self.search.digest if self.search else self.plan.digest if self.plan else ""
 
 
-def searched(analysis: Analysis, measurements: Measurements, batch_size: int) -> Choice:
+def searched(measurements: Measurements, batch_size: int) -> Choice:
     """The best splits that the search finds, one with two and one with three sub-batches.
 
     Both are built even where the unsplit batch is predicted to be faster: what is measured decides.
     """
-    result = search(analysis.outline, measurements.profile, batch_size)
+    result = search(measurements.outline, measurements.profile, batch_size)
     split = [candidate for count, candidate in result.by_count.items() if count > 1]
     split.sort(key=lambda candidate: (candidate.prediction.makespan_s, -len(candidate.staggers)))
     return Choice(
@@ -61,22 +61,26 @@ def searched(analysis: Analysis, measurements: Measurements, batch_size: int) ->
     )
 
 
-def forced(analysis: Analysis, measurements: Measurements, sizes: Sequence[int]) -> Choice:
-    """The split whose sizes the caller gives, with the best staggers.
+def given_split(sizes: Sequence[int], batch_size: int) -> Split:
+    """The split that the caller gives.
 
     Raises:
       InputError: The sizes do not add up to the batch.
     """
     split = Split(sizes=tuple(sizes))
-    batch_size = analysis.batch.batch_size
     if split.batch_size != batch_size:
         raise InputError(
             f"optimize(split={split.sizes}): adds up to {split.batch_size}; the example has "
             f"{batch_size} rows; give sizes that add up to them, or leave out split= to search"
         )
-    candidate = best_staggers(analysis.outline, measurements.profile, split)
-    whole = Split(sizes=(batch_size,))
-    evaluator = Evaluator(analysis.outline, measurements.profile)
+    return split
+
+
+def forced(analysis: Analysis, measurements: Measurements, split: Split) -> Choice:
+    """The split that the caller gives, with the best staggers."""
+    candidate = best_staggers(measurements.outline, measurements.profile, split)
+    whole = Split(sizes=(split.batch_size,))
+    evaluator = Evaluator(measurements.outline, measurements.profile)
     return Choice(
         ways=(_way(candidate),) if len(split.sizes) > 1 else (),
         unsplit_s=evaluator.evaluate(whole, (0,)).makespan_s,

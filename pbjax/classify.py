@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pbjax.cost import Cost, equation_cost
 from pbjax.device import Device, ResourceClass
+from pbjax.outline import StageInfo
 from pbjax.trace import Graph, Operation, body_graph
 
 # A contraction reaches tensor cores only if one of its free sides fills their tiles: a Hopper
@@ -90,6 +91,32 @@ def class_shares(labels: Iterable[Label]) -> tuple[ClassShare, ...]:
     """Sums labels by class; one entry for each class, in the order of ResourceClass."""
     listed = tuple(labels)
     return tuple(_share(resource, listed) for resource in ResourceClass)
+
+
+def relabel(stage: StageInfo, seconds: float, batch_size: int, device: Device) -> ResourceClass:
+    """The class whose bound a stage's measured time is nearest to, as a ratio.
+
+    The bounds are those of the stage as one: its contractions at the peak rate of its dtype, its
+    other arithmetic at the vector rate, and the bytes it reads and writes at the peak bandwidth.
+
+    Args:
+      stage: The stage.
+      seconds: Its measured seconds.
+      batch_size: At this many rows.
+      device: What it was measured on.
+    """
+    other = stage.flops_per_row - stage.contraction_flops_per_row
+    moved = batch_size * stage.bytes_per_row + stage.weight_bytes
+    rate = device.contraction_flops_per_s(stage.dtype)
+    bounds = {
+        ResourceClass.TENSOR: batch_size * stage.contraction_flops_per_row / rate,
+        ResourceClass.CUDA: batch_size * other * FLOPS_PER_OPERATION / device.cuda_flops_per_s,
+        ResourceClass.MEMORY: moved / device.memory_bytes_per_s,
+    }
+    positive = {resource: bound for resource, bound in bounds.items() if bound > 0}
+    if not positive or seconds <= 0:
+        return stage.resource
+    return min(positive, key=lambda resource: abs(math.log(seconds / positive[resource])))
 
 
 def _share(resource: ResourceClass, labels: Sequence[Label]) -> ClassShare:

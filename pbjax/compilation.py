@@ -156,8 +156,6 @@ def measure(
 ) -> tuple[MeasuredProgram, ...]:
     """Times programs in turn on the same inputs."""
     calls = [partial(compiled.program, compiled.weights, *leaves) for compiled in programs]
-    for call in calls:
-        jax.block_until_ready(call())
     timings = time_alternately(calls)
     return tuple(
         MeasuredProgram(

@@ -17,9 +17,10 @@ class StageInfo:
       resource: What bounds the stage.
       dtype: Of its main input.
       shape: Of its main input, without the batch axis.
-      flops_per_row: FLOPs for one row of the batch.
+      flops_per_row: FLOPs for one row of the batch, transcendental functions among them.
       bytes_per_row: Bytes of activations read and written for one row of the batch.
       weight_bytes: Bytes of weights read in one call, whatever the batch size.
+      contraction_flops_per_row: Of flops_per_row, those of contractions.
     """
 
     name: str
@@ -30,6 +31,7 @@ class StageInfo:
     flops_per_row: float
     bytes_per_row: float
     weight_bytes: int
+    contraction_flops_per_row: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis, analyse
-from pbjax.choices import Choice, forced, planned, searched
+from pbjax.choices import Choice, forced, given_split, planned, searched
 from pbjax.classify import class_shares
 from pbjax.contest import Contest, run_contest
 from pbjax.device import Device, find_device
-from pbjax.errors import InputError
+from pbjax.errors import DeviceError, InputError
 from pbjax.functional import Model
 from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
@@ -53,7 +53,7 @@ def optimize(
       profile: A measured table, or its file. Rows that it lacks are measured, and saved to it.
       device: Peak rates for the classes; those of the first device of JAX if None.
       buckets: Further, smaller batch sizes to compile a program for.
-      unroll: Blocks in one step of the split program's loop.
+      unroll: Blocks in one step of the split program's loop; a plan brings its own.
       progress: Called as progress(phase, done, total, item).
 
     Returns:
@@ -64,9 +64,11 @@ def optimize(
       ModelError: The model cannot run in sub-batches: the message names the operation.
       VerificationError: The split program's outputs are not the unsplit program's.
       FileError: A plan or profile file is corrupt.
+      DeviceError: The device, or a profile, is not of the kind that JAX runs on.
     """
+    _check_unroll(unroll)
     phases = Phases(progress)
-    device = device or _this_device()
+    device = _this_device(device)
     with phases.phase("analyse"):
         analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
@@ -80,14 +82,30 @@ def optimize(
         {size: bucket for size, (bucket, _) in built.items()},
         analysis.batch,
         analysis.out_axes,
-        jax.tree.structure(analysis.model.params),
+        jax.eval_shape(lambda: analysis.model.params),
         replace(built[sizes[-1]][1], phases=phases.finished()),
     )
 
 
-def _this_device() -> Device:
-    device = jax.devices()[0]
-    return find_device(device.device_kind, num_cores=os.cpu_count() or 1)
+def _this_device(given: Device | None) -> Device:
+    kind = jax.devices()[0].device_kind
+    if given is None:
+        return find_device(kind, num_cores=os.cpu_count() or 1)
+    if given.kind != kind:
+        raise DeviceError(
+            f"optimize(device=...): it is {given.kind!r}; programs are measured on the first "
+            f"device of JAX, which is {kind!r}; give other figures for that kind, or leave out "
+            "device="
+        )
+    return given
+
+
+def _check_unroll(unroll: int) -> None:
+    if unroll < 1:
+        raise InputError(
+            f"optimize(unroll={unroll}): not a number of blocks; 1 or more is allowed; leave out "
+            "unroll= for 1"
+        )
 
 
 def _bucket_sizes(
@@ -101,6 +119,11 @@ def _bucket_sizes(
         raise InputError(
             f"optimize(buckets={tuple(buckets or ())}): the example has {batch_size} rows; buckets "
             f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
+        )
+    if split is not None and plan is not None:
+        raise InputError(
+            f"optimize(split={tuple(split)}, plan=...): both say what to run; one of them is "
+            "allowed; leave out the other"
         )
     if len(sizes) > 1 and (split is not None or plan is not None):
         raise InputError(
@@ -123,13 +146,14 @@ def _choices(
     if plan is not None:
         loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
         return {sizes[-1]: planned(analysis, loaded)}
+    wanted = None if split is None else given_split(split, sizes[-1])
     if sizes[-1] == 1:
         return {1: Choice(reason="a batch of one row cannot be split")}
     measurements = measured_table(analysis, leaves, profile, phases)
-    if split is not None:
-        return {sizes[-1]: forced(analysis, measurements, split)}
+    if wanted is not None:
+        return {sizes[-1]: forced(analysis, measurements, wanted)}
     with phases.phase("search"):
-        return {size: searched(analysis, measurements, size) for size in sizes}
+        return {size: searched(measurements, size) for size in sizes}
 
 
 def _first_rows(leaves: Sequence[Array], axes: Sequence[int | None], size: int) -> list[Array]:
@@ -179,6 +203,7 @@ def _report(analysis: Analysis, batch_size: int, choice: Choice, contest: Contes
         scanned=analysis.scanned,
         outline=analysis.outline,
         profile=measurements.profile if measurements else None,
+        measured_outline=measurements.outline if measurements else None,
         rows_measured=measurements.rows_measured if measurements else 0,
         search=choice.search,
         timetable=timetable(analysis.outline, plan.staggers) if len(plan.sizes) > 1 else None,

@@ -66,6 +66,8 @@ class Report:
       operations_per_block: Operations of one repetition.
       scanned: Whether the model was a scan already.
       outline: The stages.
+      measured_outline: The stages in the classes that their measured time says; None if nothing was
+        measured.
       profile: The measured table; None if nothing was searched.
       rows_measured: How many rows of it were measured in this call.
       search: None if the split was given.
@@ -84,6 +86,7 @@ class Report:
     operations_per_block: int
     scanned: bool
     outline: Outline
+    measured_outline: Outline | None
     profile: Profile | None
     rows_measured: int
     search: SearchResult | None
@@ -102,6 +105,10 @@ class Report:
             "classes": [asdict(share) for share in self.classes],
             "unknown_primitives": list(self.unknown),
             "stages": [asdict(stage) for stage in self.outline.stages],
+            "measured_classes": {
+                stage.name: stage.resource
+                for stage in (self.measured_outline or self.outline).stages
+            },
             "num_blocks": self.outline.num_blocks,
             "rows_measured": self.rows_measured,
             "search": _search_dict(self.search),
@@ -151,10 +158,14 @@ def classes_section(report: Report) -> str:
 def stages_section(report: Report) -> str:
     """Prologue, block and epilogue with their stages."""
     block = report.outline.block
-    ends = [("prologue", report.outline.prologue), ("epilogue", report.outline.epilogue)]
-    rows = [_stage_row("-", name, stage) for name, stage in ends[:1] if stage]
-    rows += [_stage_row(_letter(i), stage.name, stage) for i, stage in enumerate(block)]
-    rows += [_stage_row("-", name, stage) for name, stage in ends[1:] if stage]
+    measured = report.measured_outline or report.outline
+    chains = [(o.prologue, *o.block, o.epilogue) for o in (report.outline, measured)]
+    letters = ["-", *(_letter(i) for i in range(len(block))), "-"]
+    rows = [
+        _stage_row(letter, stage, other)
+        for letter, stage, other in zip(letters, *chains, strict=True)
+        if stage is not None and other is not None
+    ]
     how = "one scan" if report.scanned else "equal runs of operations"
     repeated = f"{report.outline.num_blocks} x a block of {report.operations_per_block} operations"
     title = f"stages: {repeated} in {len(block)} stages ({how})"
@@ -275,11 +286,12 @@ _LEFT = ("stage", "class", "input", "split", "staggers", "sizes")
 _SHARED = ("flops", "bytes", "seconds")
 
 
-def _stage_row(letter: str, name: str, stage: StageInfo) -> tuple[object, ...]:
+def _stage_row(letter: str, stage: StageInfo, measured: StageInfo) -> tuple[object, ...]:
+    moved = "" if measured.resource == stage.resource else f" -> {measured.resource}"
     return (
         letter,
-        name,
-        stage.resource,
+        stage.name,
+        f"{stage.resource}{moved}",
         f"{stage.dtype}{list(stage.shape)}",
         f"{stage.flops_per_row / 1e6:,.2f}",
         f"{stage.bytes_per_row / 1e3:,.1f}",
@@ -311,6 +323,10 @@ def _search_dict(result: SearchResult | None) -> dict[str, object] | None:
         "best": asdict(result.best),
         "runner_up": asdict(result.runner_up) if result.runner_up else None,
     }
+
+
+def _measured_classes(outline: Outline | None) -> dict[str, str]:
+    return {} if outline is None else {s.name: str(s.resource) for s in outline.stages}
 
 
 def _letter(index: int) -> str:

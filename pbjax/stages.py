@@ -8,7 +8,7 @@ the decision to the same function traced at any batch size. Which block repeats 
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import Literal
@@ -22,6 +22,7 @@ from pbjax.blocks import (
     nbytes,
     signature,
 )
+from pbjax.chains import KERNELS, fused_seconds
 from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
 from pbjax.device import Device, ResourceClass
@@ -118,10 +119,12 @@ def cut(graph: Graph, labels: Sequence[Label], device: Device) -> Cutting:
     Returns:
       The cutting.
     """
-    repetition = find_repetition(graph, [label.seconds for label in labels])
+    seconds = fused_seconds(graph.operations, graph.avals, graph.outputs, labels, device)
+    labels = [replace(label, seconds=s) for label, s in zip(labels, seconds, strict=True)]
+    repetition = find_repetition(graph, seconds)
     block = extract_block(graph, repetition)
     if repetition.scanned:
-        inner_labels = classify(loop_body(graph.operations[repetition.start]), device)
+        inner_labels = _body_labels(loop_body(graph.operations[repetition.start]), device)
     else:
         inner_labels = labels[repetition.start : repetition.start + repetition.period]
     starts = _cheapest_starts(block, inner_labels, device)
@@ -205,6 +208,12 @@ def fingerprint(program: Program) -> str:
     for line in _dataflow(graph.operations, graph.avals):
         digest.update(line.encode())
     return digest.hexdigest()[:12]
+
+
+def _body_labels(body: Graph, device: Device) -> list[Label]:
+    labels = classify(body, device)
+    seconds = fused_seconds(body.operations, body.avals, body.outputs, labels, device)
+    return [replace(label, seconds=s) for label, s in zip(labels, seconds, strict=True)]
 
 
 def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> tuple[int, ...]:
@@ -321,17 +330,23 @@ def _stage_info(
     rows = [v for v in (*stage.reads, *stage.writes) if avals[v].shape != other_avals[v].shape]
     weights = [v for v in stage.reads if avals[v].shape == other_avals[v].shape]
     main = max(rows or stage.reads, key=lambda v: nbytes(avals[v]), default=None)
-    flops = sum(equation_cost(operation.equation).flops for operation in stage.operations)
+    kernels = [o for o in stage.operations if o.primitive in KERNELS]
     return StageInfo(
         name=stage.name,
         fingerprint=_stage_fingerprint(other, other_avals),
         resource=stage.resource,
         dtype=str(avals[main].dtype) if main is not None else "",
         shape=_row_shape(avals[main], other_avals[main], batch_size) if main is not None else (),
-        flops_per_row=flops / batch_size,
+        flops_per_row=_flops(stage.operations) / batch_size,
+        contraction_flops_per_row=_flops(kernels) / batch_size,
         bytes_per_row=sum(nbytes(avals[v]) for v in rows) / batch_size,
         weight_bytes=sum(nbytes(avals[v]) for v in weights),
     )
+
+
+def _flops(operations: Sequence[Operation]) -> float:
+    costs = (equation_cost(operation.equation) for operation in operations)
+    return sum((cost.flops + cost.transcendentals for cost in costs), 0.0)
 
 
 def _row_shape(aval: Aval, other: Aval, batch_size: int) -> tuple[int, ...]:

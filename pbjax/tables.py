@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -10,7 +10,10 @@ import jax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis
-from pbjax.errors import DeviceError
+from pbjax.classify import relabel
+from pbjax.device import Device
+from pbjax.errors import DeviceError, InputError
+from pbjax.outline import Outline
 from pbjax.phases import Phases
 from pbjax.profiling import (
     PairTiming,
@@ -32,11 +35,13 @@ class Measurements:
 
     Attributes:
       profile: The table.
+      outline: The program with its stages in the classes that their measured time is nearest to.
       rows_measured: How many of its rows are new.
       warning: What differs between where its old rows were measured and here; empty if nothing.
     """
 
     profile: Profile
+    outline: Outline
     rows_measured: int
     warning: str
 
@@ -75,11 +80,12 @@ def measured_table(
     batch_size = analysis.batch.batch_size
     with phases.phase("profile") as report:
         table = fill(start, analysis.outline, grid(batch_size), timer, progress=report, on_row=save)
+    outline = relabelled(analysis.outline, table, batch_size, analysis.device)
     third = max(batch_size // 3, 1)
     with phases.phase("profile pairs") as report:
         complete = fill_corun(
             table,
-            _pairs(analysis),
+            _pairs(outline),
             [(third, third)],
             lambda a, m, b, n: PairTiming(slowdowns=timer.pair(a, b, m)),
             progress=report,
@@ -88,6 +94,7 @@ def measured_table(
     old = len(start.rows) + len(start.corun)
     return Measurements(
         profile=complete,
+        outline=outline,
         rows_measured=len(complete.rows) + len(complete.corun) - old,
         warning=warning,
     )
@@ -96,7 +103,10 @@ def measured_table(
 def _read(analysis: Analysis, path: Path | None) -> Profile | None:
     """The table in a file that may not exist yet; without a file, the one that ships."""
     if path is None:
-        path = find_profile(analysis.device.slug, analysis.model.name.lower())
+        try:
+            path = find_profile(analysis.device.slug, analysis.model.name.lower())
+        except InputError:  # a lambda, say: no file can have its name, so none ships
+            return None
     return Profile.load(path) if path is not None and path.exists() else None
 
 
@@ -111,7 +121,31 @@ def _check(analysis: Analysis, known: Profile) -> str:
     return usable_rows(known, kind, jax.__version__).warning or ""
 
 
-def _pairs(analysis: Analysis) -> list[tuple[StageInfo, StageInfo]]:
+def relabelled(outline: Outline, profile: Profile, batch_size: int, device: Device) -> Outline:
+    """The outline with every stage in the class that its measured time says.
+
+    Args:
+      outline: Stages labelled by their predicted time.
+      profile: What was measured of them.
+      batch_size: The rows at which the measured time is compared with the bounds.
+      device: Whose bounds.
+    """
+
+    def measured(stage: StageInfo | None) -> StageInfo | None:
+        if stage is None:
+            return None
+        seconds = profile.seconds(stage, batch_size)
+        return replace(stage, resource=relabel(stage, seconds, batch_size, device))
+
+    return replace(
+        outline,
+        prologue=measured(outline.prologue),
+        block=tuple(stage for stage in map(measured, outline.block) if stage is not None),
+        epilogue=measured(outline.epilogue),
+    )
+
+
+def _pairs(outline: Outline) -> list[tuple[StageInfo, StageInfo]]:
     """Stages of different classes: those that may gain by running side by side."""
-    unique = {stage.fingerprint: stage for stage in analysis.outline.block}
+    unique = {stage.fingerprint: stage for stage in outline.block}
     return [(a, b) for a, b in combinations(unique.values(), 2) if a.resource != b.resource]

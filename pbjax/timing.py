@@ -41,9 +41,7 @@ def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> 
       The median and the distance of the quartiles over the samples.
     """
     jax.block_until_ready(function(*args))
-    start = time.perf_counter()
-    jax.block_until_ready(function(*args))
-    calls = max(1, int(MIN_SAMPLE_S / (time.perf_counter() - start)))
+    calls = _calls_per_sample(_sample(function, args, 1))
     return _summary([_sample(function, args, calls) for _ in range(samples)])
 
 
@@ -51,13 +49,16 @@ def time_alternately(functions: Sequence[Callable], *, samples: int = SAMPLES) -
     """Wall-clock seconds of several functions, sampled in turn so that a drift hits all alike.
 
     Args:
-      functions: Called without arguments; already called once.
+      functions: Called without arguments; the first calls are not counted.
       samples: How many samples of each to take.
     """
+    for function in functions:
+        jax.block_until_ready(function())
+    calls = [_calls_per_sample(_sample(function, (), 1)) for function in functions]
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(samples):
-        for function, times in zip(functions, seconds, strict=True):
-            times.append(_sample(function, (), 1))
+        for function, count, times in zip(functions, calls, seconds, strict=True):
+            times.append(_sample(function, (), count))
     return [_summary(times) for times in seconds]
 
 
@@ -154,8 +155,12 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
     if jax.default_backend() != "gpu":
         return time_function(function, *args)
     wall_s = time_function(function, *args, samples=1).median_s
-    calls = max(SAMPLES, min(MAX_TRACED_CALLS, int(MIN_SAMPLE_S / wall_s)))
+    calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(wall_s)))
     return _summary(busy_seconds(_traced_kernels(function, args, calls), calls))
+
+
+def _calls_per_sample(seconds_per_call: float) -> int:
+    return max(1, int(MIN_SAMPLE_S / seconds_per_call))
 
 
 def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
