@@ -7,6 +7,7 @@ from jax import lax
 from pbjax.errors import ModelError
 
 from .row_truth import (
+    BATCH,
     IDS,
     KEY,
     POS,
@@ -24,7 +25,30 @@ def running_norm(x):
     return (x - x.mean((0, 1), keepdims=True)) / x.std((0, 1), keepdims=True)
 
 
+def taken(x, *indices):
+    """Indexing as it is given, without the arithmetic that negative indices bring."""
+    return x.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 MIXING = {
+    "rows by data beside row numbers": (
+        lambda x, i: taken(x, i, jnp.arange(x.shape[0])),
+        [weight(BATCH, 9, D), POS],
+        [0, 0],
+        "gather",
+    ),
+    "row number as a token": (
+        lambda x: taken(jnp.asarray(weight(99, D)), jnp.arange(x.shape[0])),
+        [X],
+        [0],
+        "gather",
+    ),
+    "row number as a position": (
+        lambda x: jax.vmap(taken)(x, jnp.arange(x.shape[0])),
+        [weight(BATCH, 9, D)],
+        [0],
+        "gather",
+    ),
     "batch norm in training": (running_norm, [X], [0], "reduce_sum"),
     "mean over the batch": (lambda x: x - x.mean(0, keepdims=True), [X], [0], "reduce_sum"),
     "maximum over the batch": (lambda x: x / x.max(), [X], [0], "reduce_max"),
