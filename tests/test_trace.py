@@ -25,7 +25,7 @@ def primitives(graph):
 
 def run(graph, weights, inputs):
     """Evaluates a graph on arrays, as every stage is evaluated."""
-    env = dict(enumerate([*weights, *graph.constants, *inputs]))
+    env = dict(enumerate(map(jnp.asarray, [*weights, *graph.constants, *inputs])))
     evaluate(graph.operations, env)
     return [a.val if isinstance(a, Literal) else env[a] for a in graph.outputs]
 
