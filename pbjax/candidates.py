@@ -182,7 +182,13 @@ class Candidates:
         least = min(makespans.values())
         equal = [staggers for staggers, makespan in makespans.items() if makespan == least]
         ideal = self.evaluator.ideal_seconds
-        staggers = min(equal, key=lambda each: (self._rounded(ideal(sizes, each)), each))
+
+        def rank(each: Staggers) -> tuple[int, int, Staggers]:
+            # Of staggers that nothing tells apart, those with the most different stages: whatever
+            # overlap was not measured can only come from there.
+            return self._rounded(ideal(sizes, each)), -len(set(each)), each
+
+        staggers = min(equal, key=rank)
         if self.options.staggers is not None:
             sizes, staggers = _as_fixed(sizes, staggers, self.options.staggers)
         split = Split(sizes=sizes)

@@ -362,7 +362,9 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
 
     table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or column in _LEFT else "right")
+        table.add_column(
+            column, justify="left" if index == 0 or column in _LEFT else "right", no_wrap=index == 0
+        )
     for row in rows:
         table.add_row(*map(str, row))
     text = io.StringIO()
