@@ -4,18 +4,20 @@ The model is traced at the whole batch and at two rows. That the traces agree in
 shows that one cutting serves every size; what differs in shape shows where the batch lies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from pbjax.batching import Rows, find_rows
 from pbjax.classify import Label, classify
 from pbjax.device import Device
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxError
 from pbjax.functional import Functional, Model, check_state, functional
 from pbjax.outline import Outline
 from pbjax.stages import Program, build, cut, fingerprint, outline
@@ -23,6 +25,8 @@ from pbjax.trace import Graph, difference, trace
 
 # Programs of at least this size have the operations of every larger one; of one row they may not.
 PROBE_SIZE = 2
+
+type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,8 @@ def analyse(
     """
     seam = functional(model, variables)
     batch = find_batch(inputs, batch_axes)
-    check_state(seam, *inputs)
+    with _translated(seam, batch.batch_size):
+        check_state(seam, *inputs)
     graph_at = _tracer(seam, batch, jax.tree.leaves(inputs))
     size = max(batch.batch_size, PROBE_SIZE + 1)
     graph, probe = graph_at(size), graph_at(PROBE_SIZE)
@@ -181,7 +186,7 @@ def _check_array(name: str, leaf: object) -> None:
         )
 
 
-def _size(name: str, leaf: Array, axis: object) -> int:
+def _size(name: str, leaf: _ArrayLike, axis: object) -> int:
     shape = leaf.shape
     if not isinstance(axis, int) or not 0 <= axis < len(shape):
         raise InputError(
@@ -191,13 +196,17 @@ def _size(name: str, leaf: Array, axis: object) -> int:
     return shape[axis]
 
 
-def _tracer(seam: Functional, batch: BatchAxes, leaves: Sequence[Array]) -> Callable[[int], Graph]:
+def _tracer(
+    seam: Functional, batch: BatchAxes, leaves: Sequence[_ArrayLike]
+) -> Callable[[int], Graph]:
     """Traces the model at any batch size, and checks that it stays the same model."""
     first: list[Graph] = []
 
     def graph_at(batch_size: int) -> Graph:
+        # What JAX makes of a dtype: 64-bit numbers of numpy become 32-bit ones.
+        as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
         shapes = [
-            jax.ShapeDtypeStruct(_resized(leaf.shape, axis, batch_size), leaf.dtype)
+            jax.ShapeDtypeStruct(_resized(leaf.shape, axis, batch_size), as_read(leaf.dtype))
             for leaf, axis in zip(leaves, batch.axes, strict=True)
         ]
         graph = _traced(seam, jax.tree.unflatten(batch.tree, shapes), batch_size)
@@ -215,10 +224,17 @@ def _tracer(seam: Functional, batch: BatchAxes, leaves: Sequence[Array]) -> Call
 
 
 def _traced(seam: Functional, inputs: tuple[object, ...], batch_size: int) -> Graph:
-    try:
+    with _translated(seam, batch_size):
         return trace(seam.apply, seam.params, *inputs)
+
+
+@contextmanager
+def _translated(seam: Functional, batch_size: int) -> Generator[None]:
+    """Makes what a model raises when it is traced an error of ours."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
-        if isinstance(error, ModelError):
+        if isinstance(error, PbjaxError):
             raise
         raise ModelError(
             f"{seam.name}: cannot be traced at batch size {batch_size}: {_first_line(error)}; a "

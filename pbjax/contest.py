@@ -57,7 +57,7 @@ def run_contest(
       leaves: Leaves of example inputs of this batch size.
       batch_size: Rows of the batch.
       choice: What to build, and whether the decision is settled already.
-      unroll: Blocks in one step of a split program's loop.
+      unroll: Blocks in one step of a split program's loop, unless a plan says it.
       phases: Clocks compiling, verifying and timing.
 
     Returns:
@@ -67,6 +67,7 @@ def run_contest(
       VerificationError: A split program's outputs are not the unsplit program's.
     """
     whole = Way(sizes=(batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
+    unroll = choice.plan.unroll if choice.plan else unroll
     ways = _with_sequential(choice)
     with phases.phase("compile", 1 + len(ways)) as report:
         unsplit = compile_unsplit(analysis, leaves, whole)

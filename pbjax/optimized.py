@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class Optimized:
         buckets: Mapping[int, Bucket],
         batch: BatchAxes,
         out_axes: Sequence[int | None],
-        params_tree: jax.tree_util.PyTreeDef,
+        params: object,
         report: Report,
     ):
         """Wraps compiled programs.
@@ -55,13 +56,15 @@ class Optimized:
           buckets: By batch size.
           batch: Where the batch is in the inputs.
           out_axes: Batch axis of each output leaf, or None.
-          params_tree: Structure of the model's params.
+          params: The model's params, or their shapes and dtypes.
           report: What was found out on the way.
         """
         self._buckets = dict(sorted(buckets.items()))
+        self._plan = next(reversed(self._buckets.values())).plan
         self._batch = batch
         self._out_axes = tuple(out_axes)
-        self._params_tree = params_tree
+        leaves, self._params_tree = jax.tree.flatten(params)
+        self._params_signature = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         self._report = report
         self._row_leaf = next(i for i, axis in enumerate(batch.axes) if axis is not None)
         self._row_axis = next(axis for axis in batch.axes if axis is not None)
@@ -69,7 +72,7 @@ class Optimized:
     @property
     def plan(self) -> Plan:
         """The plan for the largest batch."""
-        return next(reversed(self._buckets.values())).plan
+        return self._plan
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -98,10 +101,10 @@ class Optimized:
           InputError: The batch, a shape or a dtype is not what was planned for.
         """
         leaves = self._leaves(inputs)
-        bucket = self._buckets.get(leaves[self._row_leaf].shape[self._row_axis])
+        bucket = self._buckets.get(self._num_rows(leaves))
         if bucket is None:
             return self._padded(leaves, None)
-        self._check(bucket, leaves)
+        _check_alike("call: input", leaves, bucket.signature)
         return bucket.program(bucket.weights, *leaves)
 
     def apply(self, params: object, *inputs: object) -> object:
@@ -114,7 +117,7 @@ class Optimized:
           *inputs: As in a call.
 
         Raises:
-          InputError: The params have another structure, or the inputs do not fit.
+          InputError: The params have another structure, shape or dtype, or the inputs do not fit.
         """
         leaves, tree = jax.tree.flatten(params)
         if tree != self._params_tree:
@@ -122,18 +125,19 @@ class Optimized:
                 f"apply(params): the structure is {tree}; {self._params_tree} is allowed; pass "
                 "params of the model that was optimized"
             )
+        _check_alike("apply(params): leaf", leaves, self._params_signature)
         rows = self._leaves(inputs)
-        bucket = self._buckets.get(rows[self._row_leaf].shape[self._row_axis])
+        bucket = self._buckets.get(self._num_rows(rows))
         if bucket is None:
             return self._padded(rows, leaves)
-        self._check(bucket, rows)
+        _check_alike("call: input", rows, bucket.signature)
         return bucket.program(bucket.pack(leaves), *rows)
 
     def close(self) -> None:
         """Lets go of the weights and programs; a later call is an error."""
         self._buckets = {}
 
-    def _leaves(self, inputs: tuple[object, ...]) -> list[Array]:
+    def _leaves(self, inputs: tuple[object, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(inputs)
         if tree != self._batch.tree:
             raise InputTypeError(
@@ -142,37 +146,44 @@ class Optimized:
             )
         return leaves
 
-    def _check(self, bucket: Bucket, leaves: Sequence[Array]) -> None:
-        for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, bucket.signature, strict=True)):
-            if leaf.shape != shape or leaf.dtype != dtype:
-                raise InputError(
-                    f"call: input {index} is {leaf.dtype}{list(leaf.shape)}; {dtype}{list(shape)} "
-                    "was planned for; pass that, or optimize again for the new shape"
-                )
+    def _num_rows(self, leaves: Sequence[Any]) -> int:
+        leaf = leaves[self._row_leaf]
+        size = _size(leaf, self._row_axis)
+        if size is None:
+            raise InputError(
+                f"call: input {self._row_leaf} is {_described(leaf)}; an array with the batch in "
+                f"axis {self._row_axis} was planned for; pass inputs like the example"
+            )
+        return size
 
-    def _check_rows(self, leaves: Sequence[Array], size: int) -> None:
+    def _check_rows(self, leaves: Sequence[Any], size: int) -> None:
         for index, (x, axis) in enumerate(zip(leaves, self._batch.axes, strict=True)):
-            if axis is not None and x.shape[axis] != size:
+            if axis is not None and _size(x, axis) != size:
                 raise InputError(
-                    f"call(batch={size}): input {index} has {x.shape[axis]} rows; all inputs must "
-                    "have the same number; correct the input"
+                    f"call(batch={size}): input {index} is {_described(x)}; {size} rows in axis "
+                    f"{axis} are needed, as in the other inputs; correct the input"
                 )
 
-    def _padded(self, leaves: Sequence[Array], params: Sequence[Array] | None) -> object:
-        size = leaves[self._row_leaf].shape[self._row_axis]
+    def _padded(self, leaves: Sequence[Any], params: Sequence[Array] | None) -> object:
+        size = self._num_rows(leaves)
+        if not self._buckets:
+            raise InputError(
+                f"call(batch={size}): close() has let go of the programs; calls before it are "
+                "allowed; optimize again"
+            )
         bucket = next((b for rows, b in self._buckets.items() if rows >= size), None)
         if bucket is None or size == 0:
-            declared = f"declared buckets are {self.buckets}" if self._buckets else "it is closed"
             raise InputError(
-                f"call(batch={size}): no program takes it; {declared}; pass a batch of 1 to the "
-                "largest bucket, or optimize again with buckets= that include it"
+                f"call(batch={size}): no program takes it; declared buckets are {self.buckets}; "
+                "pass a batch of 1 to the largest bucket, or optimize again with an example of "
+                "that batch"
             )
         self._check_rows(leaves, size)
         padded = [
             x if axis is None else jnp.asarray(_pad(x, axis, bucket.plan.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
-        self._check(bucket, padded)
+        _check_alike("call: input", padded, bucket.signature)
         weights = bucket.weights if params is None else bucket.pack(params)
         outputs, tree = jax.tree.flatten(bucket.program(weights, *padded))
         cut = [
@@ -184,7 +195,33 @@ class Optimized:
         return jax.tree.unflatten(tree, cut)
 
 
-def _pad(x: Array, axis: int, size: int) -> np.ndarray:
+def _check_alike(
+    what: str, leaves: Sequence[Any], signature: Sequence[tuple[tuple[int, ...], np.dtype]]
+) -> None:
+    for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, signature, strict=True)):
+        if getattr(leaf, "shape", None) != shape or not _same_dtype(leaf.dtype, dtype):
+            raise InputError(
+                f"{what} {index} is {_described(leaf)}; {dtype}{list(shape)} was planned for; "
+                "pass that, or optimize again for the new shape"
+            )
+
+
+def _same_dtype(found: np.dtype, planned: np.dtype) -> bool:
+    """Whether JAX takes one for the other: it reads 64-bit numbers of numpy as 32-bit ones."""
+    return found == planned or jax.dtypes.canonicalize_dtype(found) == planned
+
+
+def _size(x: object, axis: int) -> int | None:
+    """Length of an axis; None for what has no such axis."""
+    shape = getattr(x, "shape", ())
+    return shape[axis] if axis < len(shape) else None
+
+
+def _described(x: object) -> str:
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else type(x).__name__
+
+
+def _pad(x: Array | np.ndarray, axis: int, size: int) -> np.ndarray:
     """Repeats the last row on the host, where no new shape has to be compiled."""
     values = np.asarray(x)
     missing = size - values.shape[axis]

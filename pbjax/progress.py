@@ -15,12 +15,12 @@ class ProgressPrinter:
     Call it as progress(phase, done, total, item), as `optimize` does.
     """
 
-    def __init__(self, stream: TextIO = sys.stderr):
-        """Prints to the stream once entered."""
-        self._stream = stream
-        self._bar = _bar() if stream.isatty() else None
+    def __init__(self, stream: TextIO | None = None):
+        """Prints to the stream, or to stderr as it is now, once entered."""
+        self._stream = stream or sys.stderr
+        self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task = None
-        self._state = ("", 0, 1, "")
+        self._state = ("start", 0, 1, "")
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
@@ -38,7 +38,9 @@ class ProgressPrinter:
     ) -> None:
         """Stops, and takes the bar away."""
         self._stop.set()
-        if self._bar is not None:
+        if self._bar is None:
+            self._ticker.join()
+        else:
             self._bar.stop()
 
     def __call__(self, phase: str, done: int, total: int, item: str) -> None:
@@ -68,9 +70,9 @@ class ProgressPrinter:
         return f", about {elapsed / done * (total - done):.0f} s left"
 
 
-def _bar():
+def _bar(stream: TextIO):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=Console(file=stream), transient=True)
