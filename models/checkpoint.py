@@ -74,7 +74,8 @@ def load(
       dtype: Of parameters and activations; None keeps the file's.
       verify: Whether to run the fixed forward pass in f32, which must be finite and, in a folder of
         `convert`, agree with the stored outputs, as the parameters with the stored fingerprint.
-      report: Receives the lines of the key report, or what our folder says of itself.
+      report: Receives the lines of the key report, or what our folder says of itself, and with
+        verify the outcome.
       progress: Called with (bytes read, bytes in all).
 
     Returns:
@@ -97,6 +98,7 @@ def load(
     module = read_module(checkpoint, wanted or checkpoint.stored_dtype(), step)
     if verify:
         summarise(checkpoint.family, checkpoint.match.config, module)
+        say("numeric  unchecked (no reference), outputs finite on the fixed input")
     return module
 
 
@@ -233,6 +235,7 @@ def _load_ours(
             f" {manifest.fingerprint}; convert the checkpoint again"
         )
     check_summaries(manifest.outputs, summarise(family, config, module), str(path))
+    report("numeric  parameters and outputs are those stored at conversion")
     return cast(family, config, module, dtype) if dtype else module
 
 
