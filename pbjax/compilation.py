@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 from jaxtyping import Array
@@ -65,6 +65,26 @@ class CompiledProgram:
     compile_s: float
 
 
+class PackedWeights:
+    """The weights of all split programs of one model: stacked when first needed, and once."""
+
+    def __init__(self, analysis: Analysis):
+        """Stacks nothing yet."""
+        num_params = len(jax.tree.leaves(analysis.model.params))
+        self._leaves = analysis.weights
+        self._constants = analysis.weights[num_params:]
+        self.layout = WeightLayout.of(analysis.program_at(MIN_ROWS))
+
+    def pack(self, params: Sequence[Array]) -> tuple[Array, ...]:
+        """Weights to pass to a split program, from leaves of any params of the model."""
+        return self.layout.pack((*params, *self._constants))
+
+    @cached_property
+    def own(self) -> tuple[Array, ...]:
+        """Those of the model's own params."""
+        return self.layout.pack(self._leaves)
+
+
 def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
     """The model itself, jitted: what the user would run without pbjax.
 
@@ -79,42 +99,44 @@ def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Co
         inputs = jax.tree.unflatten(analysis.batch.tree, leaves)
         return analysis.model.apply(jax.tree.unflatten(params_tree, weights), *inputs)
 
-    return _compiled(analysis, unsplit, tuple, leaves, way, {})
+    params = tuple(jax.tree.leaves(analysis.model.params))
+    return _compiled(analysis, unsplit, tuple, lambda: params, leaves, way, {})
 
 
 def compile_split(
-    analysis: Analysis, leaves: Sequence[Array], way: Way, *, unroll: int = 1
+    analysis: Analysis,
+    weights: PackedWeights,
+    leaves: Sequence[Array],
+    way: Way,
+    *,
+    unroll: int = 1,
 ) -> CompiledProgram:
     """The batch in sub-batches, in one program.
 
     Args:
       analysis: The model.
+      weights: Of all split programs of the model.
       leaves: Leaves of the inputs; only shapes and dtypes count.
       way: Sizes and staggers.
       unroll: Blocks in one step of the loop.
     """
     programs = tuple(analysis.program_at(max(size, MIN_ROWS)) for size in way.sizes)
-    layout = WeightLayout.of(programs[0])
     run = SplitProgram(
         programs=programs,
         sizes=way.sizes,
         timetable=timetable(analysis.outline, way.staggers),
-        layout=layout,
+        layout=weights.layout,
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,
         unroll=unroll,
     )
     out_tree = analysis.graph.out_tree
-    constants = analysis.weights[len(jax.tree.leaves(analysis.model.params)) :]
 
     def split(weights, *leaves):
         return jax.tree.unflatten(out_tree, run(weights, leaves))
 
-    def pack(params):
-        return layout.pack((*params, *constants))
-
     options = overlap_options() if any(way.staggers) else {}
-    return _compiled(analysis, split, pack, leaves, way, options)
+    return _compiled(analysis, split, weights.pack, lambda: weights.own, leaves, way, options)
 
 
 def verify(
@@ -177,6 +199,7 @@ def _compiled(
     analysis: Analysis,
     function: Callable,
     pack: Callable[[Sequence[Array]], tuple[Array, ...]],
+    own_weights: Callable[[], tuple[Array, ...]],
     leaves: Sequence[Array],
     way: Way,
     options: Mapping[str, str | int | bool],
@@ -187,7 +210,7 @@ def _compiled(
     jitted = jax.jit(function, compiler_options=dict(options) or None)
     program = jitted.lower(jax.eval_shape(pack, params), *shapes).compile()
     seconds = time.perf_counter() - start
-    weights = pack(params)
+    weights = own_weights()
     own = {id(leaf) for leaf in analysis.weights}
     memory = program.memory_analysis()
     return CompiledProgram(

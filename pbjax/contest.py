@@ -9,7 +9,15 @@ from jaxtyping import Array
 
 from pbjax.analysis import Analysis
 from pbjax.choices import Choice
-from pbjax.compilation import CompiledProgram, Way, compile_split, compile_unsplit, measure, verify
+from pbjax.compilation import (
+    CompiledProgram,
+    PackedWeights,
+    Way,
+    compile_split,
+    compile_unsplit,
+    measure,
+    verify,
+)
 from pbjax.phases import Phases
 from pbjax.plan import Plan, Seconds
 from pbjax.reports import MeasuredProgram
@@ -44,6 +52,7 @@ class _Verdict:
 
 def run_contest(
     analysis: Analysis,
+    weights: PackedWeights,
     leaves: Sequence[Array],
     batch_size: int,
     choice: Choice,
@@ -54,6 +63,7 @@ def run_contest(
 
     Args:
       analysis: The model.
+      weights: Of all split programs of the model.
       leaves: Leaves of example inputs of this batch size.
       batch_size: Rows of the batch.
       choice: What to build, and whether the decision is settled already.
@@ -74,7 +84,7 @@ def run_contest(
         splits = []
         for way in ways:
             report(1 + len(splits), 1 + len(ways), f"{way.name} {way.sizes}")
-            splits.append(compile_split(analysis, leaves, way, unroll=unroll))
+            splits.append(compile_split(analysis, weights, leaves, way, unroll=unroll))
     with phases.phase("verify") as report:
         difference = verify(analysis, leaves, splits, unsplit, report)
     timed: tuple[MeasuredProgram, ...] = ()

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.choices import Choice, forced, given_split, planned, searched
 from pbjax.classify import class_shares
+from pbjax.compilation import PackedWeights
 from pbjax.contest import Contest, run_contest
 from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, InputError
@@ -74,10 +75,10 @@ def optimize(
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, split, plan, profile, phases)
-    built = {}
+    weights, built = PackedWeights(analysis), {}
     for size, choice in choices.items():
         rows = _first_rows(leaves, analysis.batch.axes, size)
-        built[size] = _build(analysis, rows, size, choice, unroll, phases)
+        built[size] = _build(analysis, weights, rows, size, choice, unroll, phases)
     return Optimized(
         {size: bucket for size, (bucket, _) in built.items()},
         analysis.batch,
@@ -165,6 +166,7 @@ def _first_rows(leaves: Sequence[Array], axes: Sequence[int | None], size: int) 
 
 def _build(
     analysis: Analysis,
+    weights: PackedWeights,
     leaves: Sequence[Array],
     batch_size: int,
     choice: Choice,
@@ -172,7 +174,7 @@ def _build(
     phases: Phases,
 ) -> tuple[Bucket, Report]:
     """Compiles, checks and times the programs for one batch size, and keeps the fastest."""
-    contest = run_contest(analysis, leaves, batch_size, choice, unroll, phases)
+    contest = run_contest(analysis, weights, leaves, batch_size, choice, unroll, phases)
     kept = contest.kept
     bucket = Bucket(
         plan=contest.plan,
