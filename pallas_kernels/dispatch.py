@@ -18,7 +18,8 @@ def dispatch[Out](
 ) -> Out:
     """Calls the implementation that is named, or else the first candidate that can.
 
-    A candidate raises NotImplementedError where its backend cannot do what is asked, and nothing else by it.
+    A candidate raises NotImplementedError where its backend cannot do what is asked, and nothing
+    else by it.
 
     Args:
       kernel: Name of the public function, for messages.
@@ -37,7 +38,8 @@ def dispatch[Out](
         if implementation not in candidates:
             raise ValueError(
                 f"{kernel}(implementation={implementation!r}): no such implementation; "
-                f"there are {', '.join(map(repr, candidates))} and None for the best that can; name one of these"
+                f"there are {', '.join(map(repr, candidates))} and None for the best that can; "
+                "name one of these"
             )
         return candidates[implementation]()
     refusals = []
@@ -52,8 +54,8 @@ def dispatch[Out](
 def require_hopper(kernel: str) -> None:
     """Refuses unless the program being traced is for a Hopper GPU.
 
-    Called for implementation=None only: a kernel that is named is traced wherever it stands, for the interpreter and
-    for lowering on a machine without a GPU.
+    Called for implementation=None only: a kernel that is named is traced wherever it stands, for
+    the interpreter and for lowering on a machine without a GPU.
 
     Raises:
       NotImplementedError: The target is no Hopper GPU.
@@ -61,7 +63,8 @@ def require_hopper(kernel: str) -> None:
     kind = _target_kind()
     if not any(name in kind for name in ("H100", "H200", "H800", "GH200", "H20")):
         raise NotImplementedError(
-            f"{kernel}(implementation='mosaic_gpu'): the device is {kind!r}; the kernel needs a Hopper GPU (sm_90a); "
+            f"{kernel}(implementation='mosaic_gpu'): the device is {kind!r}; the kernel needs a "
+            "Hopper GPU (sm_90a); "
             "use implementation='xla'"
         )
 
@@ -87,12 +90,14 @@ def check_sm_budget(kernel: str, sm_budget: int | None) -> int:
         return available
     if isinstance(sm_budget, bool) or not isinstance(sm_budget, int):
         raise TypeError(
-            f"{kernel}(sm_budget={sm_budget!r}): a {type(sm_budget).__name__}; an int from 1 to {available} or None; "
+            f"{kernel}(sm_budget={sm_budget!r}): a {type(sm_budget).__name__}; an int from 1 to "
+            f"{available} or None; "
             "pass a Python int, it sets the grid"
         )
     if not 1 <= sm_budget <= available:
         raise ValueError(
-            f"{kernel}(sm_budget={sm_budget}): the device has {available} SMs; 1 to {available} are allowed; "
+            f"{kernel}(sm_budget={sm_budget}): the device has {available} SMs; 1 to {available} "
+            "are allowed; "
             "lower the budget or pass None for all"
         )
     return sm_budget

@@ -1,7 +1,8 @@
-"""The one tolerance rule by which kernels, and programs made of them, are compared with a reference.
+"""The one tolerance rule by which kernels, and programs of them, are compared with a reference.
 
-No test states a tolerance of its own. It states what was computed: how many terms were summed, how often a value
-was rounded on the way, how large values are. The rule turns that into an absolute and a relative bound.
+No test states a tolerance of its own. It states what was computed: how many terms were summed, how
+often a value was rounded on the way, how large values are. The rule turns that into an absolute and
+a relative bound.
 """
 
 import math
@@ -31,11 +32,12 @@ def tolerance(
 ) -> Tolerance:
     """Computes how far a result may lie from a float32 reference made from the same inputs.
 
-    relative = eps(dtype): the rounding of the result itself, half an eps, and as much for a tie that falls the
-    other way. absolute = magnitude * (eps(f32) * (sqrt(n) + n / 8) + 2 * eps(inner) * sqrt(r)) + function_error.
-    The first term is an f32 sum of n terms: random rounding grows as sqrt(n), and tensor cores truncate once in
-    every few products, which grows as n. The second is r independent roundings, each uniform in half an eps; the
-    factor 2 is seven standard deviations of one, so that the largest of many elements stays inside.
+    relative = eps(dtype): the rounding of the result itself, half an eps, and as much for a tie
+    that falls the other way. absolute = magnitude * (eps(f32) * (sqrt(n) + n / 8) + 2 * eps(inner)
+    * sqrt(r)) + function_error. The first term is an f32 sum of n terms: random rounding grows as
+    sqrt(n), and tensor cores truncate once in every few products, which grows as n. The second is r
+    independent roundings, each uniform in half an eps; the factor 2 is seven standard deviations of
+    one, so that the largest of many elements stays inside.
 
     Args:
       dtype: Of the result.
@@ -53,12 +55,14 @@ def tolerance(
     """
     if reduction < 1 or roundings < 0 or function_error < 0:
         raise ValueError(
-            f"tolerance(): reduction={reduction}, roundings={roundings}, function_error={function_error}; "
+            f"tolerance(): reduction={reduction}, roundings={roundings}, "
+            f"function_error={function_error}; "
             "reduction is at least 1, the others at least 0; state what was computed"
         )
     if not (math.isfinite(magnitude) and magnitude >= 0):
         raise ValueError(
-            f"tolerance(): magnitude is {magnitude}; it is finite and not negative; check the reference"
+            f"tolerance(): magnitude is {magnitude}; it is finite and not negative; check the "
+            "reference"
         )
     summing = _eps(jnp.float32) * (math.sqrt(reduction) + reduction / 8)
     rounding = 2 * _eps(dtype if inner_dtype is None else inner_dtype) * math.sqrt(roundings)
@@ -78,11 +82,12 @@ def assert_close(
     function_error: float = 0.0,
     name: str = "result",
 ) -> None:
-    """Asserts that actual agrees with a reference in float32 (or wider), by the rule of `tolerance`.
+    """Asserts that actual agrees with a float32 (or wider) reference, by the rule of `tolerance`.
 
     Args:
       actual: The result to judge; its dtype sets the relative bound.
-      expected: The reference from the same inputs. Infinities and NaNs must occur at the same places in both.
+      expected: The reference from the same inputs. Infinities and NaNs must occur at the same
+        places in both.
       reduction: See `tolerance`.
       magnitude: See `tolerance`; by default the largest finite absolute value of expected.
       roundings: See `tolerance`.
@@ -112,13 +117,15 @@ def assert_close(
     if np.any(excess > 0):
         worst = tuple(int(i) for i in np.unravel_index(np.argmax(excess), excess.shape))
         raise AssertionError(
-            f"{name}: {int(np.sum(excess > 0))} of {excess.size} elements outside the tolerance; worst at {worst}: "
-            f"{got[worst]:.9g}, expected {want[worst]:.9g}; allowed {bound.absolute:.3g} + {bound.relative:.3g} * |expected|"
+            f"{name}: {int(np.sum(excess > 0))} of {excess.size} elements outside the tolerance; "
+            f"worst at {worst}: "
+            f"{got[worst]:.9g}, expected {want[worst]:.9g}; allowed {bound.absolute:.3g} + "
+            f"{bound.relative:.3g} * |expected|"
         )
 
 
 def _excess(got: np.ndarray, want: np.ndarray, bound: Tolerance) -> np.ndarray:
-    """How far each element lies outside its bound: at most 0 inside, infinite where only one is finite."""
+    """How far each element lies outside its bound: infinite where only one value is finite."""
     finite = np.isfinite(want)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):

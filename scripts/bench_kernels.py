@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Times every kernel and its opponents on the GPU, in one run, on random data.
 
-Seconds are the device time of all launches of a call, from CUPTI; kernel and opponents take turns, and the median
-over the turns counts. Inputs smaller than the L2 cache rotate among several sets. Where a case asks for it, 24 calls
-back to back are timed by the wall clock too: that includes gaps, and the lower clock of sustained power.
+Seconds are the device time of all launches of a call, from CUPTI; kernel and opponents take turns,
+and the median over the turns counts. Inputs smaller than the L2 cache rotate among several sets.
+Where a case asks for it, 24 calls back to back are timed by the wall clock too: that includes gaps,
+and the lower clock of sustained power.
 
-    python scripts/bench_kernels.py [--kernels gemm norm] [--pattern bert] [--out profiles/nvidia_h200/bench_kernels.json]
+    python scripts/bench_kernels.py [--kernels gemm norm] [--pattern bert] [--out
+profiles/nvidia_h200/bench_kernels.json]
 """
 
 import argparse

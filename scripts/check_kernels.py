@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Checks every kernel on the GPU against its float32 reference, over its shape list, on fresh random inputs.
+"""Checks every kernel on the GPU against its float32 reference, on fresh random inputs.
 
-Memory of the size of each result is filled with NaN and freed before each run, so that what a kernel does not write
-shows. Runs are repeated and compared bit for bit: a difference is a race. Arrays of a known pattern lie around the
-kernel's and are read afterwards.
+Memory of the size of each result is filled with NaN and freed before each run, so that what a
+kernel does not write shows. Runs are repeated and compared bit for bit: a difference is a race.
+Arrays of a known pattern lie around the kernel's and are read afterwards.
 
-    python scripts/check_kernels.py [--kernels gemm norm] [--pattern bert] [--repeats 3] [--workers 8]
+    python scripts/check_kernels.py [--kernels gemm norm] [--pattern bert] [--repeats 3] [--workers
+8]
 """
 
 import argparse

@@ -1,6 +1,5 @@
-"""A GEMM and bandwidth-bound work of another sub-batch in one launch: the public functions and their checks."""
+"""A GEMM and bandwidth-bound work of another sub-batch in one launch: the public functions."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -73,7 +72,8 @@ def gemm_beside_norm(
       residual: Of the GEMM.
       activation: Of the GEMM.
       sm_budget: SMs that the launch may fill; None: all.
-      implementation: "mosaic_gpu" for the one launch, "xla" for one after the other, None for the best that can.
+      implementation: "mosaic_gpu" for the one launch, "xla" for one after the other, None for the
+        best that can.
 
     Returns:
       The results of both.
@@ -86,7 +86,8 @@ def gemm_beside_norm(
     check_norm("gemm_beside_norm", norm_x, norm_residual, norm_scale, norm_bias, eps)
     if norm_bias is not None and not centred:
         raise ValueError(
-            "gemm_beside_norm(centred=False, norm_bias=...): RMSNorm has no bias; pass norm_bias=None"
+            "gemm_beside_norm(centred=False, norm_bias=...): RMSNorm has no bias; pass "
+            "norm_bias=None"
         )
     ctas = dispatch.check_sm_budget("gemm_beside_norm", sm_budget)
     width = norm_x.shape[-1]
@@ -113,11 +114,11 @@ def gemm_beside_norm(
     def in_sequence():
         options = {"bias": bias, "residual": residual, "activation": activation}
         product = gemm(x, w, **options, implementation="xla")
+        rows = (norm_x, norm_residual, norm_scale)
         if centred:
-            norm = functools.partial(add_layer_norm, bias=norm_bias)
+            both = add_layer_norm(*rows, norm_bias, eps=eps, implementation="xla")
         else:
-            norm = add_rms_norm
-        both = norm(norm_x, norm_residual, norm_scale, eps=eps, implementation="xla")
+            both = add_rms_norm(*rows, eps=eps, implementation="xla")
         return GemmBesideNorm(product, both.normed, both.total)
 
     return dispatch.dispatch(
@@ -136,7 +137,7 @@ def gemm_beside_sums(
     sm_budget: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> GemmBesideSums:
-    """A GEMM beside the column sums of a large array, in one launch: the plainest partner, for measurements.
+    """A GEMM beside the column sums of a large array, in one launch: the plainest partner.
 
     Args:
       x: Input of the GEMM, as of `gemm`.
@@ -189,7 +190,7 @@ def column_sums(
     sm_budget: int | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, " C"]:
-    """The column sums of a large array in f32, on as many SMs as given: what `gemm_beside_sums` is measured against.
+    """The column sums of a large array in f32: what `gemm_beside_sums` is measured against.
 
     Args:
       data: Read once; the kernel takes 128 columns and rows in multiples of 64.
@@ -239,7 +240,7 @@ def _run_beside_norm(
         partner,
         epilogue=epilogue,
         ctas=ctas,
-        name="gemm_beside_norm",
+        name="pbjax_gemm_beside_norm",
     )
 
 

@@ -1,10 +1,12 @@
-"""A GEMM and bandwidth-bound work in one launch: the second lives in a fourth warpgroup of every GEMM CTA.
+"""A GEMM and bandwidth-bound work in one launch: the second in a fourth warpgroup of every CTA.
 
-Warpgroups 0 and 1 multiply, 2 copies operands for them, 3 streams its own data through its own ring. So each SM has
-both kinds of work from start to end whatever their shares, and neither waits for the other; an SM's registers go to
-them as REGISTERS says. The other design, some SMs for one and some for the other, is slower: see docs/kernels.md.
+Warpgroups 0 and 1 multiply, 2 copies operands for them, 3 streams its own data through its own
+ring. So each SM has both kinds of work from start to end whatever their shares, and neither waits
+for the other. The other design, some SMs for one and some for the other, is slower: see
+docs/kernels.md.
 
-Partners: a norm with a residual sum (pallas_kernels.norm), and column sums of a large array, the plainest reader.
+Partners: a norm with a residual sum (pallas_kernels.norm), and column sums of a large array, the
+plainest reader.
 """
 
 from collections.abc import Callable
@@ -21,15 +23,14 @@ from jaxtyping import Array, Float
 from pallas_kernels.gemm import mosaic_gpu as gemm
 from pallas_kernels.norm import mosaic_gpu as norm
 
-REGISTERS = (
-    184,
-    40,
-    104,
-)  # Of each thread that multiplies, that copies, and of the partner: 512 in all.
+# Registers of each thread that multiplies, that copies, and of the partner: twice the first and the
+# others are 512.
+READER_REGISTERS, NORM_REGISTERS = (192, 40, 88), (184, 40, 104)
 GEMM_TILE = gemm.Tile(schedule="cooperative", pipeline_depth=3, store_slots=1, in_flight=0)
 PARTNER_BYTES = gemm.SMEM_BYTES - GEMM_TILE.smem_bytes - 3072
 
-# The reader sums blocks of (BLOCK, LANES) values, one TMA copy of 16 KB each, in (PART, LANES) registers.
+# The reader sums blocks of (BLOCK, LANES) values, one TMA copy of 16 KB each, in (PART, LANES)
+# registers.
 BLOCK, LANES, PART = 64, 128, 32
 READER_DEPTH = 4
 
@@ -42,12 +43,14 @@ class Partner:
       operands: Its arrays.
       out_types: Its results.
       scratch: Its shared memory and barriers.
+      registers: How many registers a thread gets that multiplies, that copies, and of the partner.
       run: Given its references in that order, its number and the number of workers, does its share.
     """
 
     operands: list[Array]
     out_types: tuple[jax.ShapeDtypeStruct, ...]
     scratch: list[Any]
+    registers: tuple[int, int, int]
     run: Callable[[tuple[Any, ...], Any, int], None]
 
 
@@ -61,9 +64,9 @@ def gemm_beside(
     epilogue: gemm.Epilogue,
     ctas: int,
     tile: gemm.Tile = GEMM_TILE,
-    name: str = "gemm_beside",
+    name: str = "pbjax_gemm_beside",
 ) -> tuple[Array, ...]:
-    """Runs the GEMM and the partner on `ctas` SMs; returns the product and the partner's results."""
+    """Runs both on `ctas` SMs; returns the product and the partner's results."""
     if tile.cluster is not None:
         raise ValueError(f"{name}({tile}): clusters tie CTAs to each other; co-run tiles have none")
     plan = gemm.make_plan(x, w, epilogue, tile, ctas)
@@ -78,11 +81,11 @@ def gemm_beside(
             start += count
         mine, theirs, out, their_outs, scratch, their_scratch = sections
         named = gemm.name_refs(plan, (*mine, *out, *scratch), bias is None, residual is None)
-        gemm.run_cta(plan, named, REGISTERS[:2])
+        gemm.run_cta(plan, named, partner.registers[:2])
 
         @pl.when(lax.axis_index("wg") == gemm.CONSUMERS + 1)
         def _():
-            plgpu.set_max_registers(REGISTERS[2], action="decrease")
+            plgpu.set_max_registers(partner.registers[2], action="decrease")
             partner.run((*theirs, *their_outs, *their_scratch), lax.axis_index("sm"), ctas)
 
     product = jax.ShapeDtypeStruct((plan.m, plan.n), x.dtype)
@@ -118,6 +121,7 @@ def norm_partner(
         operands=operands,
         out_types=job.out_types(operands),
         scratch=job.scratch(operands),
+        registers=NORM_REGISTERS,
         run=run,
     )
 
@@ -128,24 +132,27 @@ def norm_tile(width: int) -> norm.Tile:
     depth = min(6, PARTNER_BYTES // (4 * chunk * width))
     if depth < 2 or width * chunk > 4 * 1024:
         raise NotImplementedError(
-            f"gemm_beside_norm(width={width}): beside a GEMM a warpgroup has {REGISTERS[2]} registers a thread and "
-            f"{PARTNER_BYTES} bytes; widths are up to 1024, or multiples of {norm.WIDE_STEP} up to 4096; "
+            f"gemm_beside_norm(width={width}): beside a GEMM a warpgroup has {NORM_REGISTERS[2]} "
+            "registers a thread and "
+            f"{PARTNER_BYTES} bytes; widths are up to 1024, or multiples of {norm.WIDE_STEP} up to "
+            "4096; "
             "run the norm as a kernel of its own"
         )
     return norm.Tile(width=width, arrays=2, warpgroups=1, pipeline_depth=depth, chunk=chunk)
 
 
-def reader_partner(data: Float[Array, "R 128"]) -> Partner:
-    """Column sums: one (PART, LANES) of partial sums per worker, rows taken modulo PART."""
+def reader_partner(data: Float[Array, "R 128"], *, ctas: int) -> Partner:
+    """Column sums: one (PART, LANES) of partial sums per CTA, rows taken modulo PART."""
     _check_data(data)
     return Partner(
         operands=[data],
-        out_types=(),
+        out_types=(jax.ShapeDtypeStruct((ctas, PART, LANES), jnp.float32),),
         scratch=[
             plgpu.SMEM((READER_DEPTH, BLOCK, LANES), data.dtype),
             plgpu.Barrier(num_barriers=READER_DEPTH),
         ],
-        run=lambda refs, me, workers: read(*refs, me, workers),
+        registers=READER_REGISTERS,
+        run=lambda refs, me, workers: read(refs, me, workers),
     )
 
 
@@ -160,20 +167,15 @@ def gemm_beside_sums(
     ctas: int,
 ) -> tuple[Array, Array]:
     """The product, and partial column sums of data, one (PART, LANES) per CTA."""
-    sums = jax.ShapeDtypeStruct((ctas, PART, LANES), jnp.float32)
-    partner = reader_partner(data)
-    partner = Partner(
-        operands=partner.operands, out_types=(sums,), scratch=partner.scratch, run=partner.run
-    )
     product, sums = gemm_beside(
         x,
         w,
         bias,
         residual,
-        partner,
+        reader_partner(data, ctas=ctas),
         epilogue=epilogue,
         ctas=ctas,
-        name="gemm_beside_sums",
+        name="pbjax_gemm_beside_sums",
     )
     return product, sums
 
@@ -186,7 +188,7 @@ def column_sums(data: Float[Array, "R 128"], *, ctas: int) -> Float[Array, "W 32
     def column_sums_kernel(data_g, sums_g, ring, arrived):
         wg = lax.axis_index("wg")
         me = lax.axis_index("sm") * readers + wg
-        read(data_g, sums_g, ring.at[wg], arrived, me, ctas * readers, wg * READER_DEPTH)
+        read((data_g, sums_g, ring.at[wg], arrived), me, ctas * readers, wg * READER_DEPTH)
 
     return plgpu.kernel(
         column_sums_kernel,
@@ -199,11 +201,13 @@ def column_sums(data: Float[Array, "R 128"], *, ctas: int) -> Float[Array, "W 32
         grid_names=("sm",),
         num_threads=readers,
         thread_name="wg",
+        kernel_name="pbjax_column_sums",
     )(data)
 
 
-def read(data_g, sums_g, ring, arrived, me, workers: int, first: int = 0) -> None:
-    """Sums blocks me, me + workers, ... of data through a ring whose barriers are arrived[first:]."""
+def read(refs, me, workers: int, first=0) -> None:
+    """Sums blocks me, me + workers, ... of data; the ring's barriers are arrived[first:]."""
+    data_g, sums_g, ring, arrived = refs
     layout = plgpu.Layout.WG_STRIDED((PART, LANES), 8)
     count = gemm.share(data_g.shape[0] // BLOCK, me, workers)
 
@@ -234,7 +238,8 @@ def read(data_g, sums_g, ring, arrived, me, workers: int, first: int = 0) -> Non
 def _check_data(data) -> None:
     if data.shape[0] % BLOCK or data.shape[1] != LANES:
         raise NotImplementedError(
-            f"column_sums(data: {data.shape}): blocks of {BLOCK} rows of {LANES} values are streamed; "
+            f"column_sums(data: {data.shape}): blocks of {BLOCK} rows of {LANES} values are "
+            "streamed; "
             "reshape the data, or use implementation='xla'"
         )
     if data.dtype not in (jnp.bfloat16, jnp.float16):

@@ -1,4 +1,4 @@
-"""Pairs of a GEMM and bandwidth-bound work of another sub-batch; used by tests and benchmarks alike."""
+"""Pairs of a GEMM and bandwidth-bound work of another sub-batch, for tests and benchmarks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pallas_kernels.gemm.activations import Activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorunShape:
-    """A GEMM (m, k) x (k, n) beside a norm of (rows, width), or beside column sums of (rows, 128)."""
+    """A GEMM (m, k) x (k, n) beside a norm, or column sums, of (rows, width)."""
 
     name: str
     m: int

@@ -1,4 +1,4 @@
-"""Activations in f32, written with the few operations that are fast on the GPU: exp2, rsqrt, multiply, add."""
+"""Activations in f32, written with what is fast on the GPU: exp2, rsqrt, multiply, add."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,15 @@ from jaxtyping import Array, Float
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "sigmoid", "relu"]
 
-# log2 of the normal distribution's lower tail, log2(P(Z < -t)), for t in [0, 6]: fitted so that t times the tail is
+# log2 of the normal distribution's lower tail, log2(P(Z < -t)), for t in [0, 6]: fitted so that t
+# times the tail is
 # right to GELU_ERROR absolutely. Beyond 6 the polynomial falls without end, as the logarithm does.
 _LOG2_TAIL = (-1.0, -1.15100062, -0.459595561, -0.0521469781, 0.00719888461, -0.000488129186)
 GELU_ERROR = 6e-7
 
 
 def gelu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Exact GELU, x * P(Z < x), as max(x, 0) - |x| * P(Z < -|x|); absolute error at most GELU_ERROR."""
+    """Exact GELU, x * P(Z < x), as max(x, 0) - |x| * P(Z < -|x|); right to GELU_ERROR."""
     t = jnp.minimum(jnp.abs(x), 16.0)
     exponent = jnp.full_like(t, _LOG2_TAIL[-1])
     for coefficient in _LOG2_TAIL[-2::-1]:
@@ -26,18 +27,18 @@ def gelu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 def gelu_tanh(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """GELU by tanh: 0.5 * x * (1 + tanh(u)) = x * sigmoid(2 * u), u = sqrt(2 / pi) * (x + 0.044715 * x^3)."""
+    """GELU by tanh: x * sigmoid(2 * u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3)."""
     u = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
     return x * sigmoid(2.0 * u)
 
 
 def silu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """x * sigmoid(x)."""
+    """SiLU: x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 def sigmoid(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """1 / (1 + exp(-x)); the reciprocal is a squared reciprocal root, since a division takes ten operations."""
+    """1 / (1 + exp(-x)), by a squared reciprocal root: a division takes ten operations."""
     root = lax.rsqrt(1.0 + jnp.exp2(x * -math.log2(math.e)))
     return root * root
 

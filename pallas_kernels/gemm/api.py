@@ -1,4 +1,4 @@
-"""GEMMs with fused epilogues: the public functions, their checks and the choice of an implementation."""
+"""GEMMs with fused epilogues: the public functions, their checks, the implementation chosen."""
 
 import functools
 import math
@@ -28,17 +28,19 @@ def gemm(
 ) -> Float[Array, "*B N"]:
     """Multiplies and finishes in one pass: residual + scale * activation(x @ w + bias).
 
-    Products are summed in f32 and stay there until the result is rounded once. The kernel takes bfloat16 and
-    float16, rows in multiples of 8, K and N in multiples of 64.
+    Products are summed in f32 and stay there until the result is rounded once. The kernel takes
+    bfloat16 and float16, rows in multiples of 8, K and N in multiples of 64.
 
     Args:
       x: Input; leading axes count as rows.
       w: Weight, input features first.
       bias: Added to each row before the activation.
       residual: Added last.
-      activation: "gelu" is exact, by the error function (absolute error 6e-7); "gelu_tanh" its approximation.
+      activation: "gelu" is exact, by the error function (absolute error 6e-7); "gelu_tanh" its
+        approximation.
       scale: Multiplies what is added to the residual.
-      sm_budget: SMs that the kernel may fill; None: all. XLA's implementation knows no budget and ignores it.
+      sm_budget: SMs that the kernel may fill; None: all. XLA's implementation knows no budget and
+        ignores it.
       implementation: "mosaic_gpu", "xla" or None for the best that can.
       tile: Overrides the choice made by shape.
 
@@ -46,7 +48,8 @@ def gemm(
       The result, in the dtype of x.
 
     Raises:
-      ValueError: Shapes or dtypes that do not fit together, an unknown activation, a budget the device lacks.
+      ValueError: Shapes or dtypes that do not fit together, an unknown activation, a budget the
+        device lacks.
       NotImplementedError: The named implementation cannot do this shape, dtype or device.
     """
     check_gemm(x, w, bias, residual, activation)
@@ -136,6 +139,7 @@ def _run(x, weights, bias, residual, epilogue: Epilogue, ctas: int, tile: Tile |
         epilogue=epilogue,
         tile=tile,
         ctas=ctas,
+        name="pbjax_gated_gemm" if epilogue.gated else "pbjax_gemm",
     )
     return y.reshape(*x.shape[:-1], n)
 
@@ -148,7 +152,8 @@ def check_gemm(x, w, bias, residual, activation) -> None:
     """Raises ValueError unless the operands of a GEMM fit together."""
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"gemm(x: {x.shape}, w: {w.shape}): x is (..., K) with at least one axis of rows, w is (K, N); "
+            f"gemm(x: {x.shape}, w: {w.shape}): x is (..., K) with at least one axis of rows, w is "
+            "(K, N); "
             "give w with its input features first"
         )
     if 0 in x.shape or 0 in w.shape:
@@ -159,7 +164,8 @@ def check_gemm(x, w, bias, residual, activation) -> None:
         )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
-            f"gemm(activation={activation!r}): no such activation; there are {', '.join(ACTIVATIONS)} and None; "
+            f"gemm(activation={activation!r}): no such activation; there are "
+            f"{', '.join(ACTIVATIONS)} and None; "
             "choose one"
         )
     _check_like("bias", bias, (w.shape[1],), x)

@@ -1,18 +1,18 @@
-"""A persistent, warp-specialised GEMM with fused epilogues for Hopper GPUs, on as many SMs as it is given.
+"""A persistent, warp-specialised GEMM with fused epilogues, on as many SMs as it is given.
 
-One warpgroup copies operands (TMA), two multiply (WGMMA). Its loads run on from tile to tile as one stream through a
-ring of shared-memory slots, so that neither the pipeline's fill nor the epilogue of a tile stops them. The two
-multiplying warpgroups either take alternate tiles ("pingpong": one's epilogue runs beside the other's products) or
-halves of the same tile ("cooperative": half the operand traffic per product). CTAs may form clusters of two that
-share one operand by multicast.
+One warpgroup copies operands (TMA), two multiply (WGMMA). Its loads run on from tile to tile as one
+stream through a ring of shared-memory slots, so that neither the pipeline's fill nor the epilogue
+of a tile stops them. The two multiplying warpgroups either take alternate tiles ("pingpong": one's
+epilogue runs beside the other's products) or halves of the same tile ("cooperative": half the
+operand traffic per product). CTAs may form clusters of two that share one operand by multicast.
 
-Edges: TMA fills with zeros what lies beyond an operand and clips what lies beyond the result, so M, N and K need not
-divide by the tile: M must be a multiple of 8, K and N of 64. Not here: batched or grouped products, quantised types.
+Edges: TMA fills with zeros what lies beyond an operand and clips what lies beyond the result, so M,
+N and K need not divide by the tile: M must be a multiple of 8, K and N of 64. Not here: batched or
+grouped products, quantised types.
 """
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,12 +41,13 @@ class Tile:
       tile_k: Depth of one slot of the ring.
       pipeline_depth: Slots of the ring.
       schedule: Whether the two warpgroups take alternate tiles or halves (in rows) of each.
-      cluster: The dimension along which two CTAs form a cluster: those along "m" share the weight's slot, those
-        along "n" the input's. None: no clusters.
+      cluster: The dimension along which two CTAs form a cluster: those along "m" share the weight's
+        slot, those along "n" the input's. None: no clusters.
       weights: Accumulators: 2 for a gated product.
       store_slots: Buffers of one piece each between accumulator and result, per warpgroup.
       raster_width: Height, in (cluster) tiles, of the bands of rows in which tiles are visited.
-      in_flight: Steps whose products may still run when the next are issued: with 0 a slot is free one step earlier.
+      in_flight: Steps whose products may still run when the next are issued: with 0 a slot is free
+    one step earlier.
     """
 
     tile_m: int = 128
@@ -64,18 +65,22 @@ class Tile:
         """Checks what WGMMA, TMA and the register file allow."""
         if self.tile_m % 64 or self.tile_n % 64 or self.tile_k != 64:
             raise ValueError(
-                f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a time, a swizzled row is "
-                "64 elements; tile_m and tile_n are multiples of 64, tile_k is 64; choose such a tile"
+                f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a "
+                "time, a swizzled row is "
+                "64 elements; tile_m and tile_n are multiples of 64, tile_k is 64; choose such a "
+                "tile"
             )
         if self.tile_n > 256 or self.block_m > 256:
             raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box has at most 256 rows, a WGMMA 256 "
+                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box has at most 256 "
+                "rows, a WGMMA 256 "
                 "columns; lower them"
             )
         registers = self.weights * self.tile_m * self.tile_n // 128
         if registers > 192:
             raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}, weights={self.weights}): accumulators need "
+                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}, weights={self.weights}): "
+                "accumulators need "
                 f"{registers} registers a thread; 192 leave room for the rest; lower the tile"
             )
         if self.in_flight not in (0, 1):
@@ -127,10 +132,12 @@ class Plan:
 
     @property
     def cluster_m(self) -> int:
+        """CTAs of a cluster one below the other."""
         return 2 if self.tile.cluster == "m" else 1
 
     @property
     def cluster_n(self) -> int:
+        """CTAs of a cluster side by side."""
         return 2 if self.tile.cluster == "n" else 1
 
     @property
@@ -140,27 +147,32 @@ class Plan:
 
     @property
     def weights(self) -> int:
+        """Weights multiplied in one pass."""
         return 2 if self.epilogue.gated else 1
 
     @property
     def rows(self) -> int:
+        """Tiles, or clusters of them, from top to bottom."""
         return pl.cdiv(self.m, self.tile.block_m * self.cluster_m)
 
     @property
     def cols(self) -> int:
+        """Tiles, or clusters of them, from left to right."""
         return pl.cdiv(self.n, self.tile.tile_n * self.cluster_n)
 
     @property
     def steps(self) -> int:
+        """Slots that one tile reads."""
         return pl.cdiv(self.k, self.tile.tile_k)
 
     @property
     def pingpong(self) -> bool:
+        """Whether warpgroups take alternate tiles."""
         return self.tile.schedule == "pingpong"
 
     @property
     def slots(self) -> int:
-        """Store buffers in use: they divide the pieces, so that a slot's last use is always `slots` stores ago."""
+        """Store buffers in use; they divide the pieces: a slot was last used `slots` stores ago."""
         return math.gcd(self.tile.store_slots, len(self.pieces))
 
     @property
@@ -197,7 +209,7 @@ def matmul(
     epilogue: Epilogue,
     tile: Tile,
     ctas: int,
-    name: str = "gemm",
+    name: str = "pbjax_gemm",
 ) -> Float[Array, "M N"]:
     """Runs the kernel on `ctas` SMs. `weights` is (w,), or (w_gate, w) for a gated product."""
     plan = make_plan(x, weights[0], epilogue, tile, ctas)
@@ -234,7 +246,6 @@ def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) 
 def launch(body, plan: Plan, operands, out_type, scratch_types, name: str, threads: int = 3):
     """Launches body on the plan's CTAs, in clusters where the tile asks for them."""
     clusters = plan.cluster_m * plan.cluster_n
-    body.__name__ = name  # What the launch is called in a profile.
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -246,6 +257,7 @@ def launch(body, plan: Plan, operands, out_type, scratch_types, name: str, threa
         num_threads=threads,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
     )(*operands)
 
 
@@ -273,7 +285,7 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
 
 
 def run_cta(plan: Plan, refs: Refs, registers: tuple[int, int] = REGISTERS) -> None:
-    """One CTA's part: two warpgroups multiply, the next one copies; any further one is left alone."""
+    """One CTA's part: two warpgroups multiply, the next one copies, further ones are free."""
     wg, worker = lax.axis_index("wg"), lax.axis_index("sm")
 
     @pl.when(wg < CONSUMERS)
@@ -318,7 +330,8 @@ def load(plan: Plan, refs: Refs, worker) -> None:
                     collective_axes=w_axes,
                 )
 
-    # No arrival may be left unobserved: in a cluster this also keeps the CTA alive until its partner has sent all.
+    # No arrival may be left unobserved: in a cluster this also keeps the CTA alive until its
+    # partner has sent all.
     for slot in range(depth):
         plgpu.barrier_wait(refs.empty.at[slot])
 
@@ -393,7 +406,8 @@ def store(plan: Plan, refs: Refs, products, wg, row, col) -> None:
         plgpu.commit_smem()
         target = refs.out.at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
         plgpu.copy_smem_to_gmem(out_slot, target)
-        # The store just issued is still reading its slot: fetch into the one before, where there are two.
+        # The store just issued is still reading its slot: fetch into the one before, where there
+        # are two.
         upcoming = piece - min(1, slots - 1) + slots
         if refs.residual is not None and slots <= upcoming < len(plan.pieces):
             fetch_residual(plan, refs, wg, row, col, upcoming)
@@ -446,7 +460,7 @@ def origin(plan: Plan, worker, i):
 
 
 def share(total: int, me, workers: int):
-    """How many of `total` items fall to worker `me`, who takes items me, me + workers, me + 2 * workers, ..."""
+    """How many of `total` items fall to worker `me`, who takes me, me + workers, and so on."""
     return lax.div(total - 1 - me + workers, jnp.int32(workers))
 
 
@@ -455,11 +469,13 @@ def make_plan(x, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
     (m, k), n = x.shape, weight.shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"gemm(x: {x.dtype}): WGMMA multiplies bfloat16 and float16 here; cast, or use implementation='xla'"
+            f"gemm(x: {x.dtype}): WGMMA multiplies bfloat16 and float16 here; cast, or use "
+            "implementation='xla'"
         )
     if m % 8 or n % PIECE or k % PIECE:
         raise NotImplementedError(
-            f"gemm(x: {x.shape}, w: {weight.shape}): a swizzled copy takes 8 rows of 64 elements at a time; "
+            f"gemm(x: {x.shape}, w: {weight.shape}): a swizzled copy takes 8 rows of 64 elements "
+            "at a time; "
             "M must be a multiple of 8, K and N of 64; pad them, or use implementation='xla'"
         )
     if tile.cluster is not None and ctas < 2:

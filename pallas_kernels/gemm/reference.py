@@ -16,7 +16,7 @@ def gemm(
     activation: Activation | None = None,
     scale: float = 1.0,
 ) -> Float[Array, "*B N"]:
-    """residual + scale * activation(x @ w + bias), in float32."""
+    """The sum residual + scale * activation(x @ w + bias), in float32."""
     y = _product(x, w)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)

@@ -1,4 +1,4 @@
-"""The GEMMs of the six models, at the batch sizes of their benchmarks; used by tests and benchmarks alike."""
+"""The GEMMs of the six models, at the batch sizes of their benchmarks."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,8 @@ CONFORMER = [
 ]
 SHAPES = [*BERT, *VIT, *GPT2, *BLOOM, *LLAMA, *DECODE, *CONFORMER]
 
-# Rows that do not fill a tile, on fewer SMs than tiles: what sub-batches of a searched split look like.
+# Rows that do not fill a tile, on fewer SMs than tiles: what sub-batches of a searched split look
+# like.
 RAGGED = [
     GemmShape(name="ragged rows", m=1_000, k=768, n=3_072, bias=True, activation="gelu"),
     GemmShape(name="ragged columns", m=2_008, k=1_600, n=1_600, bias=True, residual=True),

@@ -16,7 +16,7 @@ def gemm(
     activation: Activation | None,
     scale: float,
 ) -> Float[Array, "*B N"]:
-    """residual + scale * activation(x @ w + bias), each result rounded to the dtype of x."""
+    """The sum residual + scale * activation(x @ w + bias), each step rounded to x's dtype."""
     y = jnp.matmul(x, w)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)

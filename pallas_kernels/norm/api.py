@@ -37,14 +37,16 @@ def layer_norm(
 ) -> Float[Array, "*B D"]:
     """(x - mean) / sqrt(variance + eps) * scale + bias over the last axis, computed in f32.
 
-    The kernel takes bfloat16 and float16 rows of 64 to 16,384 values: multiples of 64 up to 2,048, of 256 beyond.
+    The kernel takes bfloat16 and float16 rows of 64 to 16,384 values: multiples of 64 up to 2,048,
+    of 256 beyond.
 
     Args:
       x: Values; leading axes count as rows.
       scale: Gain per feature, of any floating dtype.
       bias: Added per feature.
       eps: Added to the variance.
-      sm_budget: SMs that the kernel may fill; None: all. XLA's implementation knows no budget and ignores it.
+      sm_budget: SMs that the kernel may fill; None: all. XLA's implementation knows no budget and
+        ignores it.
       implementation: "mosaic_gpu", "xla" or None for the best that can.
       tile: Overrides the choice made by width.
 
@@ -70,7 +72,7 @@ def rms_norm(
     implementation: dispatch.Implementation | None = None,
     tile: Tile | None = None,
 ) -> Float[Array, "*B D"]:
-    """x / sqrt(mean of squares + eps) * scale over the last axis, computed in f32.
+    """Computes x / sqrt(mean of squares + eps) * scale over the last axis, in f32.
 
     Args:
       x: Values; leading axes count as rows.
@@ -163,7 +165,8 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
     """Raises ValueError unless the operands of a norm fit together."""
     if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"{kernel}(x: {x.dtype}{x.shape}): floating rows (..., D) of at least one value are normalised; "
+            f"{kernel}(x: {x.dtype}{x.shape}): floating rows (..., D) of at least one value are "
+            "normalised; "
             "reshape or cast x"
         )
     for name, array in (("scale", scale), ("bias", bias)):
@@ -189,23 +192,27 @@ def _dispatch(
     check_norm(kernel, x, residual, scale, bias, eps)
     ctas = dispatch.check_sm_budget(kernel, sm_budget)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    flat = [None if a is None else a.reshape(rows, width) for a in (x, residual)]
+    flat_x = x.reshape(rows, width)
+    flat_residual = None if residual is None else residual.reshape(rows, width)
 
     def on_hopper():
         if implementation is None:
             dispatch.require_hopper(kernel)
         return _normalise(
-            *flat,
+            flat_x,
+            flat_residual,
             scale,
             bias,
             eps=eps,
             centred=centred,
             tile=tile or tile_for(width, residual=residual is not None),
             ctas=ctas,
-            name=kernel,
+            name=f"pbjax_{kernel}",
         )
 
-    by_xla = functools.partial(xla.normalise, *flat, scale, bias, eps=eps, centred=centred)
+    by_xla = functools.partial(
+        xla.normalise, flat_x, flat_residual, scale, bias, eps=eps, centred=centred
+    )
     results = dispatch.dispatch(kernel, implementation, {"mosaic_gpu": on_hopper, "xla": by_xla})
     return tuple(a.reshape(x.shape) for a in results)
 

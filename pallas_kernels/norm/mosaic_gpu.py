@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm, with a residual added in and the sum out, on as many SMs as they are given.
+"""LayerNorm and RMSNorm, a residual added in and the sum out, on as many SMs as they are given.
 
-Bandwidth-bound: each warpgroup streams its rows through a ring of its own in shared memory. A slot receives rows of
-x, and of the residual, by TMA, is overwritten in place by the results, and is stored by TMA, so that deep rings keep
-enough bytes under way on few SMs. Narrow rows go one to a warp (a reduction is a few shuffles), wide ones one to a
-warpgroup. Statistics are in f32, the variance about the mean. Not here: quantised results.
+Bandwidth-bound: each warpgroup streams its rows through a ring of its own in shared memory. A slot
+receives rows of x, and of the residual, by TMA, is overwritten in place by the results, and is
+stored by TMA, so that deep rings keep enough bytes under way on few SMs. Narrow rows go one to a
+warp (a reduction is a few shuffles), wide ones one to a warpgroup. Statistics are in f32, the
+variance about the mean. Not here: quantised results.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 SMEM_BYTES = 232_448
 MAX_WIDTH = 16_384
 WARP_ROW = 2_048  # The widest row that one warp can take: 64 values a thread.
-WIDE_STEP = 256  # Widths of rows that a whole warpgroup takes, in vectors of two values, are multiples of this.
+WIDE_STEP = 256  # Wider rows are taken by a warpgroup, in vectors of two values or more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,21 @@ class Tile:
         step = 64 if self.width <= WARP_ROW else WIDE_STEP
         if self.width % step or not 64 <= self.width <= MAX_WIDTH:
             raise NotImplementedError(
-                f"norm(width={self.width}): rows are read in vectors of a warp or a warpgroup; widths are multiples "
-                f"of 64 up to {WARP_ROW} and of {WIDE_STEP} up to {MAX_WIDTH}; use implementation='xla'"
+                f"norm(width={self.width}): rows are read in vectors of a warp or a warpgroup; "
+                "widths are multiples "
+                f"of 64 up to {WARP_ROW} and of {WIDE_STEP} up to {MAX_WIDTH}; use "
+                "implementation='xla'"
             )
         if self.chunk % self.rows or not 1 <= self.chunk <= 256 or self.pipeline_depth < 2:
             raise ValueError(
-                f"Tile(chunk={self.chunk}, pipeline_depth={self.pipeline_depth}): {self.rows} rows are normalised at "
+                f"Tile(chunk={self.chunk}, pipeline_depth={self.pipeline_depth}): {self.rows} rows "
+                "are normalised at "
                 "a time, TMA takes 256, a ring has two slots; choose a multiple and at least 2"
             )
         if not 1 <= self.warpgroups <= (2 if self.width > MAX_WIDTH // 2 else 4):
             raise ValueError(
-                f"Tile(width={self.width}, warpgroups={self.warpgroups}): the registers of an SM hold 4 warpgroups, "
+                f"Tile(width={self.width}, warpgroups={self.warpgroups}): the registers of an SM "
+                "hold 4 warpgroups, "
                 f"2 for rows wider than {MAX_WIDTH // 2}; lower warpgroups"
             )
         if self.smem_bytes > SMEM_BYTES:
@@ -82,7 +87,7 @@ class Tile:
 
     @property
     def layout(self) -> Any:
-        """How the values of `shape` lie in a warpgroup: in vectors of 16 bytes where the width allows."""
+        """How the values of `shape` lie in a warpgroup: in vectors of 16 bytes if the width can."""
         vector = next(v for v in (8, 4, 2) if self.shape[1] % (32 * v) == 0)
         return plgpu.Layout.TILED(
             plgpu.Tiling(((4, 32 * vector), (vector,))),
@@ -93,17 +98,17 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What a warpgroup normalises at a time, a line for each warp: four rows, or four quarters of one."""
+        """What a warpgroup normalises at a time, a line a warp: four rows, or quarters of one."""
         return (4, self.width * self.rows // 4)
 
 
 def rows_at_a_time(width: int) -> int:
-    """Rows that a warpgroup normalises at a time: four narrow ones, a warp each, or one wide one."""
+    """Rows that a warpgroup normalises at a time: four narrow ones, a warp each, or a wide one."""
     return 1 if width > WARP_ROW // 2 and width % WIDE_STEP == 0 else 4
 
 
 def tile_for(width: int, *, residual: bool) -> Tile:
-    """Chooses the rings: chunks of 4 KB or more, and as many of them as shared memory holds, to 4 x 4."""
+    """Chooses the rings: chunks of 4 KB or more, as many as shared memory holds, to 4 x 6."""
     arrays = 2 if residual else 1
     chunk = rows_at_a_time(width)
     while 2 * chunk * width * 2 <= 8192:
@@ -134,11 +139,13 @@ def normalise(
 ) -> tuple[Float[Array, "M D"], ...]:
     """Runs the kernel on `ctas` SMs; returns (normed,) or, with a residual, (normed, total).
 
-    `emulated` is for jax's interpreter, which knows no reshaped references: values are reshaped instead.
+    `emulated` is for jax's interpreter, which knows no reshaped references: values are reshaped
+    instead.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"{name}(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use implementation='xla'"
+            f"{name}(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use "
+            "implementation='xla'"
         )
     job = Job(tile=tile, eps=eps, centred=centred, emulated=emulated)
     operands = job.operands(x, residual, scale, bias)
@@ -148,7 +155,6 @@ def normalise(
         me = lax.axis_index("sm") * tile.warpgroups + wg
         run_warpgroup(job, job.name_refs(refs, len(operands)), wg, me, ctas * tile.warpgroups)
 
-    body.__name__ = name  # What the launch is called in a profile.
     outputs = plgpu.kernel(
         body,
         out_type=job.out_types(operands),
@@ -158,13 +164,14 @@ def normalise(
         num_threads=tile.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
     )(*operands)
     return tuple(a.reshape(x.shape) for a in outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refs:
-    """The references of a CTA; inputs and outputs are (x, residual) and (normed, total), or the first of each."""
+    """The references of a CTA: (x, residual) in and (normed, total) out, or the first of each."""
 
     inputs: tuple[Any, ...]
     parameters: tuple[Any, ...]
@@ -176,7 +183,7 @@ class Refs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is static about a norm, and what its launch is given; a co-run kernel runs one in one warpgroup."""
+    """What is static about a norm; a co-run kernel runs one in a single warpgroup."""
 
     tile: Tile
     eps: float
@@ -187,7 +194,8 @@ class Job:
         """The arrays of the launch; rows are seen as (width / lanes, lanes)."""
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             raise NotImplementedError(
-                f"norm(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use implementation='xla'"
+                f"norm(x: {x.dtype}): rows of bfloat16 and float16 are streamed; cast, or use "
+                "implementation='xla'"
             )
         seen = (x.shape[0], self.tile.width // self.tile.lanes, self.tile.lanes)
         rows = [a.reshape(seen) for a in (x, residual) if a is not None]
@@ -227,7 +235,7 @@ class Job:
 
 
 def run_warpgroup(job: Job, refs: Refs, ring_of, me, workers: int) -> None:
-    """Chunks me, me + workers, ... of the rows, through the rings of warpgroup `ring_of` of the CTA."""
+    """Chunks me, me + workers, ... of the rows, through the rings of warpgroup `ring_of`."""
     tile, depth = job.tile, job.tile.pipeline_depth
     chunks = pl.cdiv(refs.inputs[0].shape[0], tile.chunk)
     count = lax.div(chunks - 1 - me + workers, jnp.int32(workers))
@@ -308,8 +316,9 @@ def _load_parameter(parameter, tile: Tile, emulated: bool):
 def _mean(values, partial, tile: Tile):
     """The mean of each row: one per warp, or one for the warpgroup.
 
-    A warpgroup's sum goes through shared memory of its own: Mosaic's reduction across warps keeps one scratch for
-    the whole CTA, where warpgroups that reduce at the same time overwrite one another's values.
+    A warpgroup's sum goes through shared memory of its own: Mosaic's reduction across warps keeps
+    one scratch for the whole CTA, where warpgroups that reduce at the same time overwrite one
+    another's values.
     """
     sums = jnp.sum(values, axis=1)
     if tile.rows == 1:

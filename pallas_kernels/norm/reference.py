@@ -20,12 +20,12 @@ def layer_norm(
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*B D"]:
-    """x / sqrt(mean of squares + eps) * scale over the last axis, in float32."""
+    """Computes x / sqrt(mean of squares + eps) * scale over the last axis, in float32."""
     x = x.astype(jnp.float32)
     y = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)
 
 
 def add(x: Float[Array, "*B D"], residual: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """x + residual, in float32."""
+    """The sum x + residual, in float32."""
     return x.astype(jnp.float32) + residual.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The norms of the six models, at the batch sizes of their benchmarks; used by tests and benchmarks alike."""
+"""The norms of the six models, at the batch sizes of their benchmarks."""
 
 from dataclasses import dataclass
 

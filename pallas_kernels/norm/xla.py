@@ -1,4 +1,4 @@
-"""The norms as XLA runs them: one fusion, statistics in float32, each result rounded to the dtype of x."""
+"""The norms as XLA runs them: one fusion, statistics in float32, results in the dtype of x."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,7 @@
-"""What check_kernels.py and bench_kernels.py run: one module per kernel, each with a function `cases()`.
+"""What check_kernels.py and bench_kernels.py run: a module per kernel, each with `cases()`.
 
-A module lists its kernel's shapes (pallas_kernels/<kernel>/shapes.py) as `Case`s. A new kernel adds a module here and
-its name to MODULES.
+A module lists its kernel's shapes (pallas_kernels/<kernel>/shapes.py) as `Case`s. A new kernel adds
+a module here and its name to MODULES.
 """
 
 import importlib
@@ -27,7 +27,8 @@ class Case:
       make: Draws the inputs from a jax key.
       run: The kernel, given the inputs.
       reference: The truth in float32, given the inputs; the same tree of results as run.
-      close: For each result, the arguments of `pallas_kernels.testing.tolerance` but dtype and magnitude.
+      close: For each result, the arguments of `pallas_kernels.testing.tolerance` but dtype and
+        magnitude.
       opponents: What the kernel is timed against, by name; none: it is only checked.
       flops: Of one run.
       num_bytes: Least bytes that one run reads and writes.

@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from kernel_cases import Case
 
+from kernel_cases import Case
 from pallas_kernels import corun
 from pallas_kernels.corun import reference as corun_reference
 from pallas_kernels.corun.shapes import RAGGED, SHAPES, CorunShape

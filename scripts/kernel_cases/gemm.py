@@ -4,15 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from kernel_cases import Case
 
+from kernel_cases import Case
 from pallas_kernels.gemm import gated_gemm, gemm, reference
 from pallas_kernels.gemm.activations import GELU_ERROR
 from pallas_kernels.gemm.shapes import RAGGED, SHAPES, GemmShape
 
 
 def cases() -> list[Case]:
-    """Every shape with its epilogue, each product alone, and ragged shapes on few SMs in both dtypes."""
+    """Every shape with its epilogue, each product alone, and ragged shapes on few SMs."""
     plain = {(s.m, s.k, s.n): s for s in SHAPES if not s.gated}
     products = [
         GemmShape(name=f"{s.name}, product alone", m=s.m, k=s.k, n=s.n) for s in plain.values()

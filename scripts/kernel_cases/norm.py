@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from kernel_cases import Case
 
+from kernel_cases import Case
 from pallas_kernels import norm
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.shapes import RAGGED, SHAPES, NormShape

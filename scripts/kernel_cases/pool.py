@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from queue import Empty
 from typing import Any
 
 
@@ -14,7 +15,8 @@ def run(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields (item, result) as they come; a result is an exception's text where one was raised.
 
-    Every item is prepared before the first is measured, so that nothing compiles or autotunes beside a measurement.
+    Every item is prepared before the first is measured, so that nothing compiles or autotunes
+    beside a measurement.
 
     Args:
       prepare: Compiles an item, in a worker process; a function of a module, as `measure` is.
@@ -44,7 +46,7 @@ def run(
     while left:
         try:
             item, result = queue.get(timeout=5)
-        except multiprocessing.queues.Empty:
+        except Empty:
             if not all(process.is_alive() for process in processes):
                 for process in processes:
                     process.terminate()

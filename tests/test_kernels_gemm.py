@@ -1,0 +1,226 @@
+"""GEMM kernels: interpreter with races, lowering, SASS, activations, tiles, bad input."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gemm import gated_gemm, gemm, reference
+from pallas_kernels.gemm.activations import ACTIVATIONS, GELU_ERROR
+from pallas_kernels.gemm.api import check_gemm
+from pallas_kernels.gemm.mosaic_gpu import Tile
+from pallas_kernels.gemm.shapes import RAGGED, SHAPES, GemmShape
+from pallas_kernels.gemm.tiles import tile_for
+from pallas_kernels.testing import assert_close
+from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
+
+
+def names_of(shape: GemmShape) -> list[str]:
+    if shape.gated:
+        return ["x", "w_gate", "w"]
+    return ["x", "w"] + ["bias"] * shape.bias + ["residual"] * shape.residual
+
+
+def specs_of(shape: GemmShape, dtype=jnp.bfloat16):
+    m, k, n = shape.m, shape.k, shape.n
+    sizes = {"x": (m, k), "w": (k, n), "w_gate": (k, n), "bias": (n,), "residual": (m, n)}
+    return [jax.ShapeDtypeStruct(sizes[name], dtype) for name in names_of(shape)]
+
+
+def inputs_of(shape: GemmShape, dtype):
+    specs = specs_of(shape, dtype)
+    keys = jax.random.split(jax.random.key(shape.m), len(specs))
+    return [
+        (jax.random.normal(k, s.shape, jnp.float32) * (0.2 if s.shape[0] == shape.k else 1)).astype(
+            dtype
+        )
+        for k, s in zip(keys, specs, strict=True)
+    ]
+
+
+def call(shape: GemmShape, gated=gated_gemm, plain=gemm, **options):
+    options |= {"activation": shape.activation}
+    if not shape.gated:
+        options["scale"] = shape.scale
+
+    def run(*inputs):
+        function = gated if shape.gated else plain
+        return function(**dict(zip(names_of(shape), inputs, strict=True)), **options)
+
+    return run
+
+
+def launches():
+    """One launch of each tile and epilogue that ships, for compilation ahead of time."""
+    found = {}
+    for shape in [*SHAPES, *RAGGED]:
+        key = (tile_of(shape), shape.activation, shape.bias, shape.residual, shape.gated)
+        found.setdefault(key, shape)
+    options = {"implementation": "mosaic_gpu"}
+    by_name = {s.name: (call(s, **options), specs_of(s)) for s in found.values()}
+    first = SHAPES[1]
+    by_name["on 84 SMs"] = (call(first, **options, sm_budget=84), specs_of(first))
+    return by_name
+
+
+def tile_of(shape: GemmShape) -> Tile:
+    return tile_for(shape.m, shape.n, shape.k, gated=shape.gated, ctas=132, num_sms=132)
+
+
+INTERPRETED = {
+    "pingpong": (
+        GemmShape(name="", m=264, k=192, n=256, bias=True, activation="gelu"),
+        Tile(pipeline_depth=2),
+    ),
+    "pingpong in a cluster along n, residual": (
+        GemmShape(name="", m=136, k=64, n=448, residual=True),
+        Tile(tile_m=64, tile_n=192, pipeline_depth=3, cluster="n"),
+    ),
+    "pingpong in a cluster along m": (
+        GemmShape(name="", m=200, k=192, n=192, bias=True, residual=True, scale=0.5),
+        Tile(tile_m=64, tile_n=128, pipeline_depth=3, cluster="m"),
+    ),
+    "cooperative": (
+        GemmShape(name="", m=264, k=128, n=192, bias=True, residual=True, activation="relu"),
+        Tile(tile_m=64, schedule="cooperative", pipeline_depth=2, in_flight=0, store_slots=1),
+    ),
+    "cooperative in a cluster, a last tile beyond the result": (
+        GemmShape(name="", m=200, k=128, n=192, activation="gelu_tanh"),
+        Tile(tile_m=64, tile_n=64, schedule="cooperative", pipeline_depth=2, cluster="n"),
+    ),
+    "gated": (
+        GemmShape(name="", m=136, k=128, n=192, activation="silu", gated=True),
+        Tile(tile_m=64, weights=2, pipeline_depth=2, store_slots=1, cluster="m"),
+    ),
+    "six pieces through three slots": (
+        GemmShape(name="", m=128, k=64, n=384, residual=True),
+        Tile(tile_n=192, pipeline_depth=2, store_slots=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_small_tiles_are_right_and_free_of_races(name):
+    shape, tile = INTERPRETED[name]
+    inputs = inputs_of(shape, jnp.bfloat16)
+    actual = interpreted(call(shape, implementation="mosaic_gpu", sm_budget=4, tile=tile), *inputs)
+    expected = call(shape, reference.gated_gemm, reference.gemm)(*inputs)
+    assert_close(actual, expected, reduction=shape.k, function_error=GELU_ERROR)
+
+
+def test_float16_and_leading_axes():
+    x = jax.random.normal(jax.random.key(0), (2, 8, 64), jnp.float16)
+    w = jax.random.normal(jax.random.key(1), (64, 64), jnp.float16) * 0.2
+    actual = interpreted(lambda x, w: gemm(x, w, implementation="mosaic_gpu", sm_budget=1), x, w)
+    assert actual.dtype == jnp.float16
+    assert_close(actual, reference.gemm(x, w), reduction=64)
+
+
+@pytest.mark.parametrize("name", launches())
+def test_every_launch_lowers_under_its_name(name):
+    function, specs = launches()[name]
+    text = lowered(function, *specs)
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert "pbjax_gemm" in text or "pbjax_gated_gemm" in text
+
+
+@pytest.mark.parametrize("budget", [1, 47, 84, 131])
+def test_every_budget_lowers_without_clusters(budget):
+    shape = SHAPES[1]
+    lowered(call(shape, implementation="mosaic_gpu", sm_budget=budget), *specs_of(shape))
+    tile = tile_for(shape.m, shape.n, shape.k, gated=False, ctas=budget, num_sms=132)
+    assert tile.cluster is None
+
+
+@pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
+def test_shipped_launches_neither_spill_nor_serialise():
+    reports = ptxas_reports("gemm")
+    assert set(reports) == set(launches())
+    for report in reports.values():
+        assert_clean(report)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_agree_with_jax_nn(name):
+    x = np.linspace(-12, 12, 20_001, dtype=np.float32)
+    actual = np.asarray(ACTIVATIONS[name](jnp.asarray(x)))
+    expected = np.asarray(reference.activate(jnp.asarray(x), name))
+    # Eight operations in f32, each rounded, on values as large as those of x.
+    assert_close(actual, expected, reduction=1, roundings=8, function_error=GELU_ERROR)
+
+
+def test_gelu_keeps_its_stated_error():
+    x = np.linspace(-12, 12, 200_001, dtype=np.float32)
+    exact = np.array([v * 0.5 * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])
+    error = np.abs(np.asarray(ACTIVATIONS["gelu"](jnp.asarray(x)), np.float64) - exact)
+    rounding = np.finfo(np.float32).eps * np.abs(x)
+    assert np.all(error <= GELU_ERROR + rounding)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: shape.name)
+def test_without_a_gpu_xla_answers(shape):
+    small = GemmShape(
+        name="", m=24, k=64, n=40, bias=shape.bias, residual=shape.residual, activation="gelu"
+    )
+    inputs = inputs_of(small, jnp.float32)
+    expected = call(small, reference.gated_gemm, reference.gemm)(*inputs)
+    assert_close(call(small)(*inputs), expected, reduction=64, roundings=2)
+
+
+X, W = jnp.ones((16, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ({"x": X[0]}, "at least one axis of rows"),
+        ({"w": W[:64]}, "input features first"),
+        ({"w": W.astype(jnp.float16)}, "one floating dtype"),
+        ({"x": X.astype(jnp.int32), "w": W.astype(jnp.int32)}, "one floating dtype"),
+        ({"x": X[:0]}, "empty"),
+        ({"bias": W[0, :32]}, r"bias: bfloat16\(32,\)"),
+        ({"residual": X}, "residual"),
+        ({"activation": "swish"}, "no such activation"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(operands, message):
+    absent = {"bias": None, "residual": None, "activation": None}
+    with pytest.raises(ValueError, match=message):
+        check_gemm(**{"x": X, "w": W} | absent | operands)
+
+
+def test_a_budget_above_the_device_is_refused():
+    with pytest.raises(ValueError, match="132 SMs"):
+        gemm(X, W, sm_budget=133)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        (X.astype(jnp.float32), W.astype(jnp.float32), "bfloat16 and float16"),
+        (X[:7], W, "multiple of 8"),
+        (X, W[:, :40], "K and N of 64"),
+    ],
+)
+def test_what_the_kernel_cannot_do_it_refuses_by_name_and_leaves_to_xla(x, w, message):
+    with pytest.raises(NotImplementedError, match=message):
+        gemm(x, w, implementation="mosaic_gpu")
+    assert gemm(x, w).shape == (x.shape[0], w.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tile_n": 96}, "multiples of 64"),
+        ({"tile_m": 256, "schedule": "cooperative"}, "256 rows"),
+        ({"tile_n": 256}, "registers"),
+        ({"pipeline_depth": 1}, "at least 2"),
+        ({"pipeline_depth": 7}, "shared memory"),
+        ({"in_flight": 2}, "0 or 1"),
+    ],
+)
+def test_tiles_state_the_hardware_limit(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Tile(**fields)
