@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -180,7 +179,7 @@ class Optimized:
             )
         self._check_rows(leaves, size)
         padded = [
-            x if axis is None else jnp.asarray(_pad(x, axis, bucket.plan.batch_size))
+            x if axis is None else jax.device_put(_pad(x, axis, bucket.plan.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
         _check_alike("call: input", padded, bucket.signature)
