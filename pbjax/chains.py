@@ -6,8 +6,8 @@ which is what decides where a block is worth cutting.
 
 from collections.abc import Sequence
 
-from pbjax.blocks import nbytes
 from pbjax.classify import Label
+from pbjax.dataflow import nbytes
 from pbjax.device import Device, ResourceClass
 from pbjax.trace import Atom, Aval, Operation
 

@@ -13,20 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jax.extend.core import Literal
 
-from pbjax.blocks import (
-    Block,
-    Repetition,
-    extract_block,
-    find_repetition,
-    live_bytes,
-    nbytes,
-    signature,
-)
+from pbjax.blocks import Block, extract_block
 from pbjax.chains import KERNELS, fused_seconds
 from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
+from pbjax.dataflow import live_bytes, nbytes, signature
 from pbjax.device import Device, ResourceClass
 from pbjax.profiling import Outline, StageInfo
+from pbjax.repetition import Repetition, find_repetition
 from pbjax.schedule import MAX_SUB_BATCHES
 from pbjax.trace import Atom, Aval, Graph, Operation, loop_body
 
