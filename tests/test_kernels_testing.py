@@ -1,5 +1,7 @@
 """The tolerance rule itself, and the choice of an implementation."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,37 @@ def test_shapes_must_be_equal():
 def test_nonsense_is_refused(bad):
     with pytest.raises(ValueError, match=r"tolerance\(\)"):
         tolerance(jnp.float16, **{"reduction": 1, "magnitude": 1.0} | bad)
+
+
+def test_every_case_to_check_or_time_has_a_bound_for_each_result(monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    kernel_cases = importlib.import_module("kernel_cases")
+    cases = kernel_cases.load_cases(kernel_cases.MODULES)
+    assert {case.kernel for case in cases} == set(kernel_cases.MODULES)
+    assert len({(case.kernel, case.name, case.dtype) for case in cases}) == len(cases)
+    for case in cases:
+        inputs = jax.eval_shape(case.make, jax.random.key(0))
+        results = jax.tree.leaves(jax.eval_shape(case.reference, *inputs))
+        assert len(results) == len(case.close)
+        assert case.bound_s > 0
+
+
+def square(x):
+    if x == 3:
+        raise ValueError("three")
+    return x * x
+
+
+def describe(x, prepared):
+    return f"{x}: {prepared}"
+
+
+def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    pool = importlib.import_module("kernel_cases.pool")
+    found = dict(pool.run(square, describe, [1, 2, 3], workers=2))
+    assert found == {1: "1: 1", 2: "2: 4", 3: "ValueError: three"}
 
 
 def refuse():
