@@ -107,6 +107,11 @@ def analyse(
     graph_at = _tracer(seam, batch, jax.tree.leaves(inputs))
     size = max(batch.batch_size, PROBE_SIZE + 1)
     graph, probe = graph_at(size), graph_at(PROBE_SIZE)
+    if not graph.operations:
+        raise ModelError(
+            f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
+            "can be optimized; call it as it is"
+        )
     rows = find_rows(graph, probe, size, PROBE_SIZE, batch.axes)
     labels = classify(graph, device)
     cutting = cut(graph, labels, device)

@@ -282,8 +282,8 @@ def _names(
 
 
 def _inner_scope(operation: Operation) -> str:
-    """The innermost scope that the model named; JAX's own, such as vmap(), do not count."""
-    named = [scope for scope in operation.scope.split("/") if "(" not in scope]
+    """The innermost scope with a name; JAX's own, such as vmap() or bh,bsh->bs, do not count."""
+    named = [scope for scope in operation.scope.split("/") if scope.isidentifier()]
     return named[-1] if named else ""
 
 
