@@ -85,8 +85,9 @@ def _check_sizes(
 ) -> None:
     if min(batch_size, probe_size) < 2 or batch_size == probe_size:
         raise InputError(
-            f"find_rows(batch_size={batch_size}, probe_size={probe_size}): the sizes must be at "
-            "least 2 and differ; trace the function at two such sizes"
+            f"find_rows(batch_size={batch_size}, probe_size={probe_size}): these sizes do not "
+            "tell rows from other axes; two that differ, of at least 2, are allowed; trace the "
+            "function at two such sizes"
         )
     if len(in_axes) != graph.num_inputs:
         raise InputError(

@@ -1,6 +1,7 @@
 """JSON files that are written whole or not at all, and read strictly."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pbjax.errors import FileError, InputError
@@ -23,7 +24,8 @@ def write_atomically(path: Path, text: str) -> None:
             "written is allowed; choose another path or free the disk"
         ) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # not there, or its folder is none
+            scratch.unlink()
 
 
 def read_json[T](path: Path, kind: type[T], remedy: str) -> T:

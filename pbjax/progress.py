@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import TextIO
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -15,10 +14,10 @@ class ProgressPrinter:
     Call it as progress(phase, done, total, item), as `optimize` does.
     """
 
-    def __init__(self, stream: TextIO | None = None):
-        """Prints to the stream, or to stderr as it is now, once entered."""
-        self._stream = stream or sys.stderr
-        self._bar = _bar(self._stream) if self._stream.isatty() else None
+    def __init__(self):
+        """Prints to what stderr is now, once entered."""
+        self._stream = sys.stderr
+        self._bar = _bar() if self._stream.isatty() else None
         self._task = None
         self._state = ("start", 0, 1, "")
         self._began = time.monotonic()
@@ -70,9 +69,9 @@ class ProgressPrinter:
         return f", about {elapsed / done * (total - done):.0f} s left"
 
 
-def _bar(stream: TextIO):
+def _bar():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=Console(file=stream), transient=True)
+    return Progress(*columns, console=Console(stderr=True), transient=True)

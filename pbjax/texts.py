@@ -76,11 +76,15 @@ def sentence_embeddings(
 ) -> Float[np.ndarray, "B D"]:
     """Means of the token vectors over the mask, scaled to length one.
 
+    A sentence without tokens, an empty text to some tokenizers, has the zero vector.
+
     Source: Reimers and Gurevych 2019, section 3 (mean pooling).
     """
     weights = mask[:, :, None].astype(np.float32)
-    means = (hidden.astype(np.float32) * weights).sum(axis=1) / weights.sum(axis=1)
-    return means / np.linalg.norm(means, axis=1, keepdims=True)
+    sums = (hidden.astype(np.float32) * weights).sum(axis=1)
+    means = sums / np.maximum(weights.sum(axis=1), 1.0)
+    lengths = np.linalg.norm(means, axis=1, keepdims=True)
+    return means / np.where(lengths > 0, lengths, 1.0)
 
 
 def most_similar(

@@ -1,0 +1,116 @@
+"""Phases and the lines that a long job prints about itself."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from pbjax import progress
+from pbjax.phases import Phases
+from pbjax.progress import PLAIN_INTERVAL_S, ProgressPrinter
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines_of(monkeypatch, job, wait_s=0.2):
+    """What a job leaves on stderr; pytest sets stderr between fixtures and test, so here."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.02)
+    with ProgressPrinter() as printer:
+        job(printer)
+        time.sleep(wait_s)
+    before = stream.getvalue()
+    time.sleep(0.06)
+    assert stream.getvalue() == before  # nothing comes after the end
+    return before.splitlines()
+
+
+def test_a_plain_line_comes_at_least_every_five_seconds():
+    assert PLAIN_INTERVAL_S <= 5.0
+
+
+def test_plain_line_says_where_the_job_is(monkeypatch):
+    lines = lines_of(monkeypatch, lambda say: say("profile", 3, 12, "attention at batch size 8"))
+    assert len(lines) >= 3
+    pattern = r"profile: 3 of 12 attention at batch size 8, \d+ s, about \d+ s left"
+    assert re.fullmatch(pattern, lines[-1])
+
+
+def test_lines_keep_coming_without_news_and_while_the_job_is_busy(monkeypatch):
+    def busy(say):
+        say("compile", 0, 1, "")
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            pass
+
+    assert len(lines_of(monkeypatch, busy, wait_s=0)) >= 2
+
+
+def test_time_left_is_not_guessed_before_the_first_item(monkeypatch):
+    lines = lines_of(monkeypatch, lambda say: say("profile", 0, 12, ""))
+    assert re.fullmatch(r"profile: 0 of 12, \d+ s", lines[-1])
+
+
+def test_job_that_has_said_nothing_has_a_line_too(monkeypatch):
+    lines = lines_of(monkeypatch, lambda say: None)
+    assert re.fullmatch(r"start: 0 of 1, \d+ s", lines[0])
+
+
+def test_short_job_prints_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with ProgressPrinter() as printer:
+        printer("search", 0, 1, "")
+    assert sys.stderr.getvalue() == ""
+
+
+def test_error_of_the_job_passes_through():
+    with pytest.raises(KeyboardInterrupt), ProgressPrinter():
+        raise KeyboardInterrupt
+
+
+def test_terminal_gets_a_bar_with_phase_and_item(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressPrinter() as printer:
+        printer("profile", 1, 4, "attention")
+        printer("profile", 2, 4, "feed-forward")
+        time.sleep(0.2)
+    assert "feed-forward" in stream.getvalue()
+    assert "2/4" in stream.getvalue()
+
+
+def test_phases_are_clocked_in_order_and_summed_by_name(monkeypatch):
+    now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 23.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    phases = Phases()
+    for name in ("compile", "measure", "compile"):
+        with phases.phase(name):
+            pass
+    assert [(p.name, p.seconds) for p in phases.finished()] == [("compile", 4.0), ("measure", 2.0)]
+
+
+def test_phase_that_fails_is_clocked_and_not_done():
+    seen = []
+    phases = Phases(lambda *state: seen.append(state))
+    with pytest.raises(ZeroDivisionError), phases.phase("compile", 3):
+        raise ZeroDivisionError
+    assert [phase.name for phase in phases.finished()] == ["compile"]
+    assert seen == [("compile", 0, 3, "")]
+
+
+def test_items_of_a_phase_are_passed_on():
+    seen = []
+    with Phases(lambda *state: seen.append(state)).phase("profile", 2) as report:
+        report(1, 2, "attention")
+    assert seen == [
+        ("profile", 0, 2, ""),
+        ("profile", 1, 2, "attention"),
+        ("profile", 2, 2, "done"),
+    ]
