@@ -37,9 +37,9 @@ def dispatch[Out](
     if implementation is not None:
         if implementation not in candidates:
             raise ValueError(
-                f"{kernel}(implementation={implementation!r}): no such implementation; "
-                f"there are {', '.join(map(repr, candidates))} and None for the best that can; "
-                "name one of these"
+                f"{kernel}(implementation={implementation!r}): no such implementation; there are "
+                f"{', '.join(map(repr, candidates))} and None for the best that can; name one of "
+                "these"
             )
         return candidates[implementation]()
     refusals = []
@@ -64,8 +64,7 @@ def require_hopper(kernel: str) -> None:
     if not any(name in kind for name in ("H100", "H200", "H800", "GH200", "H20")):
         raise NotImplementedError(
             f"{kernel}(implementation='mosaic_gpu'): the device is {kind!r}; the kernel needs a "
-            "Hopper GPU (sm_90a); "
-            "use implementation='xla'"
+            "Hopper GPU (sm_90a); use implementation='xla'"
         )
 
 
@@ -91,14 +90,12 @@ def check_sm_budget(kernel: str, sm_budget: int | None) -> int:
     if isinstance(sm_budget, bool) or not isinstance(sm_budget, int):
         raise TypeError(
             f"{kernel}(sm_budget={sm_budget!r}): a {type(sm_budget).__name__}; an int from 1 to "
-            f"{available} or None; "
-            "pass a Python int, it sets the grid"
+            f"{available} or None; pass a Python int, it sets the grid"
         )
     if not 1 <= sm_budget <= available:
         raise ValueError(
             f"{kernel}(sm_budget={sm_budget}): the device has {available} SMs; 1 to {available} "
-            "are allowed; "
-            "lower the budget or pass None for all"
+            "are allowed; lower the budget or pass None for all"
         )
     return sm_budget
 

@@ -56,8 +56,8 @@ def tolerance(
     if reduction < 1 or roundings < 0 or function_error < 0:
         raise ValueError(
             f"tolerance(): reduction={reduction}, roundings={roundings}, "
-            f"function_error={function_error}; "
-            "reduction is at least 1, the others at least 0; state what was computed"
+            f"function_error={function_error}; reduction is at least 1, the others at least 0; "
+            "state what was computed"
         )
     if not (math.isfinite(magnitude) and magnitude >= 0):
         raise ValueError(
@@ -118,9 +118,8 @@ def assert_close(
         worst = tuple(int(i) for i in np.unravel_index(np.argmax(excess), excess.shape))
         raise AssertionError(
             f"{name}: {int(np.sum(excess > 0))} of {excess.size} elements outside the tolerance; "
-            f"worst at {worst}: "
-            f"{got[worst]:.9g}, expected {want[worst]:.9g}; allowed {bound.absolute:.3g} + "
-            f"{bound.relative:.3g} * |expected|"
+            f"worst at {worst}: {got[worst]:.9g}, expected {want[worst]:.9g}; allowed "
+            f"{bound.absolute:.3g} + {bound.relative:.3g} * |expected|"
         )
 
 

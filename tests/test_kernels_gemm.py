@@ -210,6 +210,11 @@ def test_what_the_kernel_cannot_do_it_refuses_by_name_and_leaves_to_xla(x, w, me
     assert gemm(x, w).shape == (x.shape[0], w.shape[1])
 
 
+def test_a_tile_for_another_number_of_weights_is_refused():
+    with pytest.raises(ValueError, match="2 weights"):
+        gemm(X, W, implementation="mosaic_gpu", tile=Tile(tile_m=64, weights=2, pipeline_depth=4))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

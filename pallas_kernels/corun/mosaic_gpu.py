@@ -133,10 +133,8 @@ def norm_tile(width: int) -> norm.Tile:
     if depth < 2 or width * chunk > 4 * 1024:
         raise NotImplementedError(
             f"gemm_beside_norm(width={width}): beside a GEMM a warpgroup has {NORM_REGISTERS[2]} "
-            "registers a thread and "
-            f"{PARTNER_BYTES} bytes; widths are up to 1024, or multiples of {norm.WIDE_STEP} up to "
-            "4096; "
-            "run the norm as a kernel of its own"
+            f"registers a thread and {PARTNER_BYTES} bytes; widths are up to 1024, or multiples "
+            f"of {norm.WIDE_STEP} up to 4096; run the norm as a kernel of its own"
         )
     return norm.Tile(width=width, arrays=2, warpgroups=1, pipeline_depth=depth, chunk=chunk)
 
@@ -239,11 +237,10 @@ def _check_data(data) -> None:
     if data.shape[0] % BLOCK or data.shape[1] != LANES:
         raise NotImplementedError(
             f"column_sums(data: {data.shape}): blocks of {BLOCK} rows of {LANES} values are "
-            "streamed; "
-            "reshape the data, or use implementation='xla'"
+            "streamed; reshape the data, or use implementation='xla'"
         )
     if data.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"column_sums(data: {data.dtype}): bfloat16 and float16 are streamed; "
-            "cast, or use implementation='xla'"
+            f"column_sums(data: {data.dtype}): bfloat16 and float16 are streamed; cast, or use "
+            "implementation='xla'"
         )

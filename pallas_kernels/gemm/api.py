@@ -152,9 +152,8 @@ def check_gemm(x, w, bias, residual, activation) -> None:
     """Raises ValueError unless the operands of a GEMM fit together."""
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"gemm(x: {x.shape}, w: {w.shape}): x is (..., K) with at least one axis of rows, w is "
-            "(K, N); "
-            "give w with its input features first"
+            f"gemm(x: {x.shape}, w: {w.shape}): x is (..., K) with at least one axis of rows, w "
+            "is (K, N); give w with its input features first"
         )
     if 0 in x.shape or 0 in w.shape:
         raise ValueError(f"gemm(x: {x.shape}, w: {w.shape}): empty; every axis is at least 1")
@@ -165,8 +164,7 @@ def check_gemm(x, w, bias, residual, activation) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
             f"gemm(activation={activation!r}): no such activation; there are "
-            f"{', '.join(ACTIVATIONS)} and None; "
-            "choose one"
+            f"{', '.join(ACTIVATIONS)} and None; choose one"
         )
     _check_like("bias", bias, (w.shape[1],), x)
     _check_like("residual", residual, (*x.shape[:-1], w.shape[1]), x)
@@ -175,6 +173,6 @@ def check_gemm(x, w, bias, residual, activation) -> None:
 def _check_like(name: str, array, shape, x) -> None:
     if array is not None and (array.shape != tuple(shape) or array.dtype != x.dtype):
         raise ValueError(
-            f"gemm({name}: {array.dtype}{array.shape}): this x and w want {x.dtype}{tuple(shape)}; "
-            "reshape or cast it"
+            f"gemm({name}: {array.dtype}{array.shape}): this x and w want "
+            f"{x.dtype}{tuple(shape)}; reshape or cast it"
         )

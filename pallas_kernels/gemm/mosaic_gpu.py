@@ -66,22 +66,20 @@ class Tile:
         if self.tile_m % 64 or self.tile_n % 64 or self.tile_k != 64:
             raise ValueError(
                 f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a "
-                "time, a swizzled row is "
-                "64 elements; tile_m and tile_n are multiples of 64, tile_k is 64; choose such a "
-                "tile"
+                "time, a swizzled row is 64 elements; tile_m and tile_n are multiples of 64, "
+                "tile_k is 64; choose such a tile"
             )
         if self.tile_n > 256 or self.block_m > 256:
             raise ValueError(
                 f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box has at most 256 "
-                "rows, a WGMMA 256 "
-                "columns; lower them"
+                "rows, a WGMMA 256 columns; lower them"
             )
         registers = self.weights * self.tile_m * self.tile_n // 128
         if registers > 192:
             raise ValueError(
                 f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}, weights={self.weights}): "
-                "accumulators need "
-                f"{registers} registers a thread; 192 leave room for the rest; lower the tile"
+                f"accumulators need {registers} registers a thread; 192 leave room for the rest; "
+                "lower the tile"
             )
         if self.in_flight not in (0, 1):
             raise ValueError(
@@ -339,9 +337,7 @@ def load(plan: Plan, refs: Refs, worker) -> None:
 def multiply(plan: Plan, refs: Refs, wg, worker) -> None:
     """A multiplying warpgroup: alternate tiles of this CTA, or the wg-th half of each."""
     for slot in range(plan.tile.pipeline_depth):
-        if (
-            plan.pingpong
-        ):  # A slot is released by whoever used it; the first time by the first warpgroup.
+        if plan.pingpong:  # Whoever used a slot releases it; at first warpgroup 0 releases all.
             pl.when(wg == 0)(lambda slot=slot: plgpu.barrier_arrive(refs.empty.at[slot]))
         else:
             plgpu.barrier_arrive(refs.empty.at[slot])
@@ -475,8 +471,13 @@ def make_plan(x, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
     if m % 8 or n % PIECE or k % PIECE:
         raise NotImplementedError(
             f"gemm(x: {x.shape}, w: {weight.shape}): a swizzled copy takes 8 rows of 64 elements "
-            "at a time; "
-            "M must be a multiple of 8, K and N of 64; pad them, or use implementation='xla'"
+            "at a time; M must be a multiple of 8, K and N of 64; pad them, or use "
+            "implementation='xla'"
+        )
+    if tile.weights != (2 if epilogue.gated else 1):
+        raise ValueError(
+            f"gemm(tile={tile}): {tile.weights} weights; a gated product has 2, any other 1; "
+            "choose a tile for as many"
         )
     if tile.cluster is not None and ctas < 2:
         raise NotImplementedError(

@@ -166,8 +166,7 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
     if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"{kernel}(x: {x.dtype}{x.shape}): floating rows (..., D) of at least one value are "
-            "normalised; "
-            "reshape or cast x"
+            "normalised; reshape or cast x"
         )
     for name, array in (("scale", scale), ("bias", bias)):
         if array is not None and (
@@ -179,8 +178,8 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
             )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
-            f"{kernel}(residual: {residual.dtype}{residual.shape}): x is {x.dtype}{x.shape}; "
-            "both are alike; reshape or cast one"
+            f"{kernel}(residual: {residual.dtype}{residual.shape}): x is {x.dtype}{x.shape}; both "
+            "are alike; reshape or cast one"
         )
     if not eps >= 0:
         raise ValueError(f"{kernel}(eps={eps}): it is at least 0; pass the model's epsilon")

@@ -47,21 +47,19 @@ class Tile:
         if self.width % step or not 64 <= self.width <= MAX_WIDTH:
             raise NotImplementedError(
                 f"norm(width={self.width}): rows are read in vectors of a warp or a warpgroup; "
-                "widths are multiples "
-                f"of 64 up to {WARP_ROW} and of {WIDE_STEP} up to {MAX_WIDTH}; use "
-                "implementation='xla'"
+                f"widths are multiples of 64 up to {WARP_ROW} and of {WIDE_STEP} up to "
+                f"{MAX_WIDTH}; use implementation='xla'"
             )
         if self.chunk % self.rows or not 1 <= self.chunk <= 256 or self.pipeline_depth < 2:
             raise ValueError(
-                f"Tile(chunk={self.chunk}, pipeline_depth={self.pipeline_depth}): {self.rows} rows "
-                "are normalised at "
-                "a time, TMA takes 256, a ring has two slots; choose a multiple and at least 2"
+                f"Tile(chunk={self.chunk}, pipeline_depth={self.pipeline_depth}): {self.rows} "
+                "rows are normalised at a time, TMA takes 256, a ring has two slots; choose a "
+                "multiple and at least 2"
             )
         if not 1 <= self.warpgroups <= (2 if self.width > MAX_WIDTH // 2 else 4):
             raise ValueError(
                 f"Tile(width={self.width}, warpgroups={self.warpgroups}): the registers of an SM "
-                "hold 4 warpgroups, "
-                f"2 for rows wider than {MAX_WIDTH // 2}; lower warpgroups"
+                f"hold 4 warpgroups, 2 for rows wider than {MAX_WIDTH // 2}; lower warpgroups"
             )
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(
