@@ -18,21 +18,34 @@ if TYPE_CHECKING:
         KeyMismatchError,
         NumericError,
     )
+    from models.gpt2 import GPT2Config, GPT2Model
+    from models.layers import CausalOutput
+    from models.vit import ViTConfig, ViTModel, ViTOutput
 
 # model_type of config.json -> the module whose FAMILY has configuration, modules and key map.
-FAMILIES = {"bert": "models.bert_checkpoint"}
+FAMILIES = {
+    "bert": "models.bert_checkpoint",
+    "gpt2": "models.gpt2_checkpoint",
+    "vit": "models.vit_checkpoint",
+}
 
 _MODULES = {
     "BertConfig": "bert",
     "BertModel": "bert",
     "BertOutput": "bert",
+    "CausalOutput": "layers",
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
     "ConfigError": "errors",
     "ConversionReport": "conversion",
+    "GPT2Config": "gpt2",
+    "GPT2Model": "gpt2",
     "InputError": "errors",
     "KeyMismatchError": "errors",
     "NumericError": "errors",
+    "ViTConfig": "vit",
+    "ViTModel": "vit",
+    "ViTOutput": "vit",
     "convert": "conversion",
     "load": "checkpoint",
     "load_tokenizer": "checkpoint",
@@ -43,13 +56,19 @@ __all__ = [
     "BertConfig",
     "BertModel",
     "BertOutput",
+    "CausalOutput",
     "CheckpointError",
     "CheckpointWarning",
     "ConfigError",
     "ConversionReport",
+    "GPT2Config",
+    "GPT2Model",
     "InputError",
     "KeyMismatchError",
     "NumericError",
+    "ViTConfig",
+    "ViTModel",
+    "ViTOutput",
     "convert",
     "load",
     "load_tokenizer",

@@ -17,7 +17,9 @@ IGNORED = frozenset(
         "_commit_hash",
         "_name_or_path",
         "architectures",
+        "attention_dropout",
         "attention_probs_dropout_prob",
+        "attn_pdrop",
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",
@@ -30,6 +32,7 @@ IGNORED = frozenset(
         "do_sample",
         "dtype",
         "early_stopping",
+        "embd_pdrop",
         "encoder_no_repeat_ngram_size",
         "eos_token_id",
         "exponential_decay_length_penalty",
@@ -37,6 +40,7 @@ IGNORED = frozenset(
         "forced_bos_token_id",
         "forced_eos_token_id",
         "gradient_checkpointing",
+        "hidden_dropout",
         "hidden_dropout_prob",
         "id2label",
         "initializer_range",
@@ -66,9 +70,15 @@ IGNORED = frozenset(
         "problem_type",
         "remove_invalid_values",
         "repetition_penalty",
+        "resid_pdrop",
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
         "suppress_tokens",
         "task_specific_params",
         "temperature",
@@ -82,6 +92,7 @@ IGNORED = frozenset(
         "torchscript",
         "transformers_version",
         "typical_p",
+        "unk_token_id",
         "use_bfloat16",
         "use_cache",
     }
@@ -107,13 +118,33 @@ class ConfigFields:
         """Returns the error for one field, in the one form."""
         return ConfigError(f"{self._origin}: {name} is {found}; {allowed}; {action}")
 
-    def count(self, name: str) -> int:
-        """Returns a required positive whole number."""
-        value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            allowed = "a positive whole number below 2**31 is needed"
-            raise self.error(name, repr(value), allowed, "correct it")
-        return value
+    def count(self, name: str, *aliases: str) -> int:
+        """Returns a required positive whole number; older files may call it by an alias."""
+        given = [other for other in (name, *aliases) if other in self._fields] or [name]
+        values = [self._whole(other, self._required(other)) for other in given]
+        for other, value in zip(given, values, strict=True):
+            if value != values[0]:
+                allowed = f"{given[0]} is {values[0]} and means the same"
+                raise self.error(other, str(value), allowed, "make both equal")
+        return values[0]
+
+    def count_or(self, name: str, default: int) -> int:
+        """Returns a positive whole number; an absent or null field has the default."""
+        value = self._optional(name, None)
+        return default if value is None else self._whole(name, value)
+
+    def section(self, name: str) -> "ConfigFields | None":
+        """Returns the fields of an object inside; None where it is absent or null."""
+        value = self._optional(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, repr(value), "an object is needed", "correct it")
+        return ConfigFields(value, f"{self._origin}: {name}")
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there and not null."""
+        return self._fields.get(name) is not None
 
     def positive(self, name: str) -> float:
         """Returns a required positive finite number."""
@@ -140,6 +171,27 @@ class ConfigFields:
             action = "this kind of model is not supported, use another checkpoint"
             raise self.error(name, repr(value), f"only {names} is supported", action)
 
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Returns a field that is true or false."""
+        value = self._optional(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, repr(value), "true or false is needed", "correct it")
+        return value
+
+    def num_labels(self) -> int:
+        """Returns the number of classes of a head: the entries of id2label, 2 without it."""
+        value = self._optional("id2label", None)
+        if value is None:
+            return 2
+        if not isinstance(value, dict) or not value:
+            allowed = "an object with one entry for each label is needed"
+            raise self.error("id2label", repr(value), allowed, "correct it")
+        return len(value)
+
+    def ignore(self, *names: str) -> None:
+        """Marks fields of one family as known and without effect on a forward pass."""
+        self._read.update(names)
+
     def architecture(self, allowed: Iterable[str], default: str) -> str:
         """Returns the class that saved the checkpoint."""
         value = self._optional("architectures", None)
@@ -157,6 +209,12 @@ class ConfigFields:
         if unknown:
             message = f"{self._origin}: unknown fields are ignored: {', '.join(unknown)}"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+    def _whole(self, name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            allowed = "a positive whole number below 2**31 is needed"
+            raise self.error(name, repr(value), allowed, "correct it")
+        return value
 
     def _required(self, name: str) -> object:
         self._read.add(name)

@@ -82,6 +82,7 @@ class Family[C, M: nnx.Module]:
       base: First parts of the keys that belong to the base model.
       dropped: What a file may hold besides.
       ties: Which of these must equal another tensor.
+      tied_by_default: What an absent tie_word_embeddings means.
       example: Fixed inputs of a forward pass.
       probe: Named intermediate and final values of a forward pass on such inputs.
     """
@@ -100,17 +101,28 @@ class Family[C, M: nnx.Module]:
     ties: tuple[Tie, ...]
     example: Callable[[C], dict[str, np.ndarray]]
     probe: Callable[[M, Mapping[str, Array | np.ndarray]], dict[str, Array]]
+    tied_by_default: bool = True
 
     def field_names(self) -> list[str]:
         """Returns the names of the configuration's fields."""
         return list(inspect.signature(self.config).parameters)
 
 
-def linear(key: str, path: str, *, outputs: str, inputs: str) -> tuple[Leaf, Leaf]:
-    """Returns the two leaves of a torch Linear: weight [out, in], bias [out]."""
+def linear(
+    key: str, path: str, *, outputs: str, inputs: str, bias: bool = True
+) -> tuple[Leaf, ...]:
+    """Returns the leaves of a torch Linear: weight [out, in] and, unless without, bias [out]."""
     weight = Leaf(
         key=f"{key}.weight", path=f"{path}.kernel", axes=(outputs, inputs), permutation=(1, 0)
     )
+    if not bias:
+        return (weight,)
+    return weight, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(outputs,))
+
+
+def conv1d(key: str, path: str, *, outputs: str, inputs: str) -> tuple[Leaf, ...]:
+    """Returns the two leaves of GPT-2's Conv1D: weight [in, out], which is our layout, and bias."""
+    weight = Leaf(key=f"{key}.weight", path=f"{path}.kernel", axes=(inputs, outputs))
     return weight, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(outputs,))
 
 

@@ -187,7 +187,7 @@ def _check_ties(
     current: Mapping[str, TensorHeader],
 ) -> tuple[list[str], list[str]]:
     """Returns the tied keys and the faults of those that differ from what they should equal."""
-    if not fields.get("tie_word_embeddings", True):
+    if not fields.get("tie_word_embeddings", family.tied_by_default):
         return [], []
     present = [tie for tie in family.ties if tie.key in spare and tie.equals in current]
     faults = [
@@ -220,13 +220,17 @@ def _shape_faults(
         return []
     pairs = zip(leaf.axes, header.shape, wanted, strict=False)
     names = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
-    blamed = ", ".join(f"{name} {fields.get(name)}" for name in names)
+    blamed = ", ".join(f"{name} {_size(fields.get(name))}" for name in names)
     return [f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"]
 
 
+def _size(field: object) -> object:
+    return len(field) if isinstance(field, dict) else field
+
+
 def _dtype_faults(header: TensorHeader, is_needed: bool) -> list[str]:
-    # Whole numbers occur in old files as position ids, which are left out.
-    supported = tuple(DTYPES) if is_needed else (*DTYPES, "I64")
+    # Old files hold position ids as whole numbers and masks as bytes; both are left out.
+    supported = tuple(DTYPES) if is_needed else (*DTYPES, "I64", "U8", "BOOL")
     if header.dtype in supported:
         return []
     return [f"{header.key} has dtype {header.dtype}; supported are {', '.join(supported)}"]

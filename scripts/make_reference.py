@@ -52,6 +52,9 @@ class Family:
       task_classes: Further classes; only the names and shapes of their tensors are kept.
       inputs: Makes the inputs.
       values: Runs a model and names its values.
+      variant: Whether it varies another family, whose default scale and names are enough.
+      default_scale: Whether a wrong epsilon shows only in a second weight set.
+      double: Whether the expected values come from a run in f64, else in f32.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -59,6 +62,9 @@ class Family:
     task_classes: tuple[type, ...]
     inputs: Callable[[np.random.Generator], dict[str, np.ndarray]]
     values: Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    variant: bool = False
+    default_scale: bool = True
+    double: bool = True
 
 
 def bert_config() -> transformers.BertConfig:
@@ -96,6 +102,96 @@ def bert_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: value for name, value in values.items() if value is not None}
 
 
+def vit_config() -> transformers.ViTConfig:
+    """Returns a ViT of 2 layers x 24 with 6 heads, 25 patches and 5 labels."""
+    return transformers.ViTConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=40,
+        image_size=20,
+        patch_size=4,
+        id2label={index: f"label {index}" for index in range(5)},
+        attn_implementation="eager",
+    )
+
+
+def vit_features_config() -> transformers.ViTConfig:
+    """Returns a ViT of 2 layers x 16 on one colour channel, without biases of query, key, value."""
+    return transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=12,
+        patch_size=4,
+        num_channels=1,
+        qkv_bias=False,
+        attn_implementation="eager",
+    )
+
+
+def vit_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns two images of 20 x 20 in three colours."""
+    return {"pixel_values": generator.uniform(-1, 1, (2, 3, 20, 20)).astype(np.float32)}
+
+
+def vit_features_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns two images of 12 x 12 in grey."""
+    return {"pixel_values": generator.uniform(-1, 1, (2, 1, 12, 12)).astype(np.float32)}
+
+
+def vit_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a ViTForImageClassification and the ViTModel in it."""
+    return vit_features_values(model.vit, inputs) | {"logits": model(**inputs).logits}
+
+
+def vit_features_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a ViTModel."""
+    output = model(**inputs, output_hidden_states=True)
+    values = {
+        "hidden_embedding": output.hidden_states[0],
+        "hidden_block_0": output.hidden_states[1],
+        "last_hidden_state": output.last_hidden_state,
+        "pooler_output": output.pooler_output,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def gpt2_config() -> transformers.GPT2Config:
+    """Returns a GPT-2 of 2 layers x 32 with a vocabulary that is no multiple of 8."""
+    return transformers.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        bos_token_id=96,
+        eos_token_id=96,
+        attn_implementation="eager",
+    )
+
+
+def decoder_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns two sequences of 12 tokens, one of them padded on the left, with their positions."""
+    mask = np.ones((2, 12), np.int32)
+    mask[1, :5] = 0
+    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
+    ids = generator.integers(1, 97, (2, 12)).astype(np.int32) * mask
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def decoder_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a decoder with its language model head."""
+    output = model(**inputs, output_hidden_states=True, use_cache=False)
+    return {
+        "hidden_embedding": output.hidden_states[0],
+        "hidden_block_0": output.hidden_states[1],
+        "last_hidden_state": output.hidden_states[-1],
+        "logits": output.logits,
+    }
+
+
 FAMILIES = {
     "bert": Family(
         config=bert_config,
@@ -108,6 +204,29 @@ FAMILIES = {
         ),
         inputs=bert_inputs,
         values=bert_values,
+    ),
+    "gpt2": Family(
+        config=gpt2_config,
+        model=transformers.GPT2LMHeadModel,
+        task_classes=(transformers.GPT2Model,),
+        inputs=decoder_inputs,
+        values=decoder_values,
+        default_scale=False,
+    ),
+    "vit": Family(
+        config=vit_config,
+        model=transformers.ViTForImageClassification,
+        task_classes=(transformers.ViTModel,),
+        inputs=vit_inputs,
+        values=vit_values,
+    ),
+    "vit_features": Family(
+        config=vit_features_config,
+        model=transformers.ViTModel,
+        task_classes=(),
+        inputs=vit_features_inputs,
+        values=vit_features_values,
+        variant=True,
     ),
 }
 
@@ -150,11 +269,18 @@ def make_fixture(family: Family, folder: Path, random_everywhere: bool) -> list[
 
 def run(family: Family, model, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the arrays of a reference file: inputs, outputs of an f64 run, provenance."""
-    tensors = {name: torch.from_numpy(value).long() for name, value in inputs.items()}
+    tensors = {name: as_tensor(value) for name, value in inputs.items()}
     with torch.no_grad():
-        values = family.values(copy.deepcopy(model).double(), tensors)
+        exact = copy.deepcopy(model).double() if family.double else model
+        values = family.values(exact, tensors)
     outputs = {f"outputs.{n}": v.numpy().astype(np.float32) for n, v in values.items()}
     return {f"inputs.{n}": v for n, v in inputs.items()} | outputs | {"meta": provenance()}
+
+
+def as_tensor(value: np.ndarray) -> torch.Tensor:
+    """Returns an input as the f64 run takes it."""
+    tensor = torch.from_numpy(value)
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
 
 
 def make_names(family: Family, folder: Path) -> list[str]:
@@ -254,7 +380,11 @@ def main() -> None:
     for name in options.family or sorted(FAMILIES):
         family = FAMILIES[name]
         changes += make_fixture(family, options.target / name, random_everywhere=True)
-        changes += make_fixture(family, options.target / f"{name}_default", random_everywhere=False)
+        if family.variant:
+            continue
+        if family.default_scale:
+            folder = options.target / f"{name}_default"
+            changes += make_fixture(family, folder, random_everywhere=False)
         changes += make_names(family, options.target / name)
     if options.minilm:
         changes += make_sentences(options.minilm, options.target / "minilm" / "sentences.npz")

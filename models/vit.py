@@ -1,0 +1,374 @@
+"""Vision Transformers: Dosovitskiy et al. 2020, with the details of Hugging Face's modeling_vit.py.
+
+In this file: configuration and modules for inference; `models.vit_checkpoint` has the names of the
+files. Not here: dropout, masked image modelling, interpolated position embeddings.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from models.errors import ConfigError, InputError
+from models.hf_config import ConfigFields
+from models.outputs import register_output
+
+Pixels = Float[Array | np.ndarray, "B C height width"]
+
+ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+CLASSIFIER, FEATURES = "ViTForImageClassification", "ViTModel"
+ARCHITECTURES = (CLASSIFIER, FEATURES)
+# Standard deviation of fresh weights; only used without a checkpoint.
+INIT_STDDEV = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViTConfig:
+    """Sizes and constants of one Vision Transformer.
+
+    Attributes:
+      num_layers: Number of blocks.
+      embed_dim: Width of the hidden states.
+      mlp_dim: Width inside the MLP.
+      num_heads: Attention heads; divides embed_dim.
+      image_size: Height and width of the images, in pixels.
+      patch_size: Height and width of a patch; divides image_size.
+      num_channels: Colour channels.
+      norm_eps: Added to the variance in every LayerNorm.
+      num_labels: Classes of the head; 0 for a model without one.
+      qkv_bias: Whether query, key and value have biases.
+      activation: GELU in its exact form, "gelu", or its tanh approximation, "gelu_tanh".
+      pooler: Whether there is a pooler on the first token.
+    """
+
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    num_channels: int
+    norm_eps: float
+    num_labels: int = 0
+    qkv_bias: bool = True
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    pooler: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless the sizes fit together."""
+        sizes = {k: v for k, v in dataclasses.asdict(self).items() if not isinstance(v, str | bool)}
+        least = {"num_labels": 0}
+        bad = [f"{k} is {v}" for k, v in sizes.items() if not (v > 0 or v == least.get(k))]
+        if bad:
+            raise ConfigError(f"ViTConfig: {', '.join(bad)}; sizes are positive; correct them")
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                f"ViTConfig: embed_dim is {self.embed_dim} with {self.num_heads} heads;"
+                " the heads must divide it; change one of them"
+            )
+        if self.image_size % self.patch_size:
+            raise ConfigError(
+                f"ViTConfig: image_size is {self.image_size} with patches of {self.patch_size};"
+                " the patches must divide it; change one of them"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"ViTConfig: activation is {self.activation!r};"
+                f" supported are {', '.join(ACTIVATIONS)}; choose one"
+            )
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @classmethod
+    def base(cls) -> "ViTConfig":
+        """ViT-B/16: 12 layers x 768, 224 pixels, 1000 labels."""
+        return cls(
+            num_layers=12,
+            embed_dim=768,
+            mlp_dim=3072,
+            num_heads=12,
+            image_size=224,
+            patch_size=16,
+            num_channels=3,
+            norm_eps=1e-12,
+            num_labels=1000,
+        )
+
+    @classmethod
+    def large(cls) -> "ViTConfig":
+        """ViT-L/16: 24 layers x 1024, 224 pixels, 1000 labels."""
+        return replace(cls.base(), num_layers=24, embed_dim=1024, mlp_dim=4096, num_heads=16)
+
+    @classmethod
+    def from_hugging_face(
+        cls, fields: Mapping[str, object], origin: str = "config.json"
+    ) -> "ViTConfig":
+        """Reads the fields of a config.json; a feature model's pooler is told by the tensors.
+
+        Args:
+          fields: The parsed JSON object.
+          origin: Where it came from, for messages.
+
+        Returns:
+          The configuration.
+
+        Raises:
+          ConfigError: A field is missing, malformed or asks for what is not supported.
+        """
+        reader = ConfigFields(fields, origin)
+        architecture = reader.architecture(ARCHITECTURES, FEATURES)
+        reader.exactly("pooler_act", ("tanh",), default="tanh")
+        reader.ignore("encoder_stride")
+        heads, width = reader.count("num_attention_heads"), reader.count("hidden_size")
+        image, patch = reader.count("image_size"), reader.count("patch_size")
+        if width % heads:
+            allowed = f"it must divide hidden_size {width}"
+            raise reader.error("num_attention_heads", str(heads), allowed, "correct it")
+        if image % patch:
+            allowed = f"it must divide image_size {image}"
+            raise reader.error("patch_size", str(patch), allowed, "correct it")
+        reader.exactly("pooler_output_size", (None, width), default=None)
+        config = cls(
+            num_layers=reader.count("num_hidden_layers"),
+            embed_dim=width,
+            mlp_dim=reader.count("intermediate_size"),
+            num_heads=heads,
+            image_size=image,
+            patch_size=patch,
+            num_channels=reader.count("num_channels"),
+            norm_eps=reader.positive("layer_norm_eps"),
+            num_labels=reader.num_labels() if architecture == CLASSIFIER else 0,
+            qkv_bias=reader.flag("qkv_bias", default=True),
+            activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
+        )
+        reader.warn_unknown()
+        return config
+
+
+@register_output
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViTOutput:
+    """What a Vision Transformer returns, under Hugging Face's names.
+
+    Attributes:
+      last_hidden_state: Hidden states after the last norm, first the class token's.
+      pooler_output: tanh of a Linear on the class token; None without a pooler.
+      logits: Scores of the labels; None without a classification head.
+    """
+
+    last_hidden_state: Float[Array, "B T D"]
+    pooler_output: Float[Array, "B D"] | None
+    logits: Float[Array, "B labels"] | None
+
+
+class ViTEmbeddings(nnx.Module):
+    """A Linear on every patch, behind a class token, plus position embeddings."""
+
+    def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        side, dim = config.patch_size, config.embed_dim
+        self.kernel = _parameter((side, side, config.num_channels, dim), dtype, rngs)
+        self.bias = nnx.Param(jnp.zeros(dim, dtype))
+        self.cls_token = _parameter((1, 1, dim), dtype, rngs)
+        self.position = _parameter((1, 1 + config.num_patches, dim), dtype, rngs)
+
+    def __call__(self, pixel_values: Pixels) -> Float[Array, "B T D"]:
+        """Embeds images, row by row of patches."""
+        with jax.named_scope("embeddings"):
+            kernel, bias = self.kernel[...], self.bias[...]
+            pixels = jnp.asarray(pixel_values).astype(kernel.dtype)
+            patches = extract_patches(pixels, kernel.shape[0])
+            x = jnp.einsum("BPF,FD->BPD", patches, kernel.reshape(-1, kernel.shape[-1]))
+            x = x + jnp.broadcast_to(bias, x.shape)
+            token = jnp.broadcast_to(self.cls_token[0, 0], (x.shape[0], 1, x.shape[2]))
+            x = jnp.concatenate([token, x], axis=1)
+            return x + jnp.broadcast_to(self.position[0], x.shape)
+
+
+class ViTAttention(nnx.Module):
+    """Norm, bidirectional multi-head attention and residual."""
+
+    def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        project = partial(_linear, config.embed_dim, config.embed_dim, dtype, rngs)
+        self.norm = _layer_norm(config, dtype, rngs)
+        self.query = project(use_bias=config.qkv_bias)
+        self.key = project(use_bias=config.qkv_bias)
+        self.value = project(use_bias=config.qkv_bias)
+        self.output = project()
+        self.num_heads = config.num_heads
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Attends over all tokens."""
+        with jax.named_scope("attention"):
+            inner = self.norm(x).astype(x.dtype)
+            query, key, value = (self._heads(f(inner)) for f in (self.query, self.key, self.value))
+            scores = jnp.einsum(
+                "BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32
+            ) * (query.shape[-1] ** -0.5)
+            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            context = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+            return x + self.output(context.reshape(x.shape))
+
+    def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        return x.reshape(*x.shape[:2], self.num_heads, -1)
+
+
+class ViTMlp(nnx.Module):
+    """Norm, two Linears with GELU between them, and residual."""
+
+    def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        self.norm = _layer_norm(config, dtype, rngs)
+        self.up = _linear(config.embed_dim, config.mlp_dim, dtype, rngs)
+        self.down = _linear(config.mlp_dim, config.embed_dim, dtype, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Transforms every token by itself."""
+        with jax.named_scope("mlp"):
+            inner = self.up(self.norm(x).astype(x.dtype))
+            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
+            inner = ACTIVATIONS[self.activation](inner.astype(jnp.float32))
+            return x + self.down(inner.astype(x.dtype))
+
+
+class ViTLayer(nnx.Module):
+    """One block: attention, then MLP."""
+
+    def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        self.attention = ViTAttention(config, dtype=dtype, rngs=rngs)
+        self.mlp = ViTMlp(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the block."""
+        return self.mlp(self.attention(x))
+
+
+class ViTModel(nnx.Module):
+    """A Vision Transformer for inference, with a pooler or a classification head if it has one."""
+
+    def __init__(self, config: ViTConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
+        """Makes a model with fresh weights; `models.load` makes one with a checkpoint's.
+
+        Args:
+          config: Its sizes.
+          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
+          rngs: Source of the weights.
+        """
+        self.config = config
+        self.embeddings = ViTEmbeddings(config, dtype=dtype, rngs=rngs)
+        layers = [ViTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        self.layers = nnx.List(layers)
+        self.norm = _layer_norm(config, dtype, rngs)
+        dim, labels = config.embed_dim, config.num_labels
+        self.pooler = _linear(dim, dim, dtype, rngs) if config.pooler else None
+        self.classifier = _linear(dim, labels, dtype, rngs) if labels else None
+
+    def __call__(self, pixel_values: Pixels) -> ViTOutput:
+        """Encodes a batch of images.
+
+        Args:
+          pixel_values: Images as [batch, channels, height, width], each channel already shifted
+            and scaled as the checkpoint's preprocessor_config.json says.
+
+        Returns:
+          Hidden states of every token and what the heads make of the first one.
+
+        Raises:
+          InputError: The images have another shape than the model's.
+        """
+        x = self.hidden_states(pixel_values)[-1]
+        with jax.named_scope("norm"):
+            last = self.norm(x).astype(x.dtype)
+        pooled = logits = None
+        if self.pooler is not None:
+            with jax.named_scope("pooler"):
+                pooled = jnp.tanh(self.pooler(last[:, 0]))
+        if self.classifier is not None:
+            with jax.named_scope("classifier"):
+                logits = self.classifier(last[:, 0])
+        return ViTOutput(last_hidden_state=last, pooler_output=pooled, logits=logits)
+
+    def hidden_states(self, pixel_values: Pixels) -> list[Float[Array, "B T D"]]:
+        """Returns the hidden states after the embeddings and after each block, in order.
+
+        The last norm is not among them.
+        """
+        check_shape(self.config, tuple(pixel_values.shape))
+        states = [self.embeddings(pixel_values)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return states
+
+
+def extract_patches(
+    pixels: Float[Array, "B C height width"], side: int
+) -> Float[Array, "B P features"]:
+    """Cuts images into square patches, row by row, each flattened as (row, column, channel)."""
+    size, channels, height, width = pixels.shape
+    grid = pixels.reshape(size, channels, height // side, side, width // side, side)
+    patches = grid.transpose(0, 2, 4, 3, 5, 1)
+    return patches.reshape(size, -1, side * side * channels)
+
+
+def check_shape(config: ViTConfig, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless images of the shape fit into the model."""
+    wanted = (config.num_channels, config.image_size, config.image_size)
+    if len(shape) != 4 or shape[1:] != wanted:
+        needed = ", ".join(map(str, wanted))
+        raise InputError(
+            f"ViTModel(pixel_values): shape is {shape}; [batch, {needed}] is needed;"
+            " resize the images and put the channels first"
+        )
+
+
+def _parameter(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
+    return nnx.Param(nnx.initializers.normal(INIT_STDDEV)(rngs.params(), shape, dtype))
+
+
+def _linear(
+    inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs, *, use_bias: bool = True
+) -> nnx.Linear:
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        kernel_init=nnx.initializers.normal(INIT_STDDEV),
+        rngs=rngs,
+    )
+
+
+def _layer_norm(config: ViTConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.embed_dim,
+        epsilon=config.norm_eps,
+        dtype=jnp.float32,
+        param_dtype=dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )
