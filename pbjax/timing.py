@@ -26,6 +26,7 @@ from pbjax.stages import Program, Stage
 # A sample lasts at least this long, so that neither the clock's resolution nor a hiccup matters.
 MIN_SAMPLE_S = 0.02
 SAMPLES = 5
+CLOCK_TICK_S = 1e-6
 MAX_TRACED_CALLS = 100
 
 
@@ -160,7 +161,7 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
 
 
 def _calls_per_sample(seconds_per_call: float) -> int:
-    return max(1, int(MIN_SAMPLE_S / seconds_per_call))
+    return max(1, int(MIN_SAMPLE_S / max(seconds_per_call, CLOCK_TICK_S)))
 
 
 def _sample(function: Callable, args: Sequence[object], calls: int) -> float:

@@ -84,12 +84,14 @@ def largest_difference(graph: Graph, split: Sequence[Array], unsplit: Sequence[A
 
 
 def _difference(graph: Graph, index: int, split: np.ndarray, unsplit: np.ndarray) -> float:
+    if np.iscomplexobj(split):
+        split, unsplit = (np.stack([x.real, x.imag]) for x in (split, unsplit))
     if not jnp.issubdtype(split.dtype, jnp.floating):
         found, allowed = float(np.mean(split != unsplit)), FLIPPED_SHARE
     else:
         a, b = split.astype(np.float64), unsplit.astype(np.float64)
-        unlike = np.isfinite(a) != np.isfinite(b)
         finite = np.isfinite(a) & np.isfinite(b)
+        unlike = ~finite & (a != b) & ~(np.isnan(a) & np.isnan(b))
         error = np.abs(np.where(finite, a - b, 0.0))
         found = float("inf") if unlike.any() else float(error.max(initial=0.0))
         allowed = _allowed(graph, split.dtype, float(np.abs(b[finite]).max(initial=0.0)))
