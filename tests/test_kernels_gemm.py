@@ -71,19 +71,19 @@ def tile_of(shape: GemmShape) -> Tile:
 
 INTERPRETED = {
     "pingpong": (
-        GemmShape(name="", m=264, k=192, n=256, bias=True, activation="gelu"),
-        Tile(pipeline_depth=2),
+        GemmShape(name="", m=200, k=192, n=192, bias=True, activation="gelu"),
+        Tile(tile_m=64, pipeline_depth=2),
     ),
     "pingpong in a cluster along n, residual": (
-        GemmShape(name="", m=136, k=64, n=448, residual=True),
+        GemmShape(name="", m=72, k=64, n=448, residual=True),
         Tile(tile_m=64, tile_n=192, pipeline_depth=3, cluster="n"),
     ),
     "pingpong in a cluster along m": (
-        GemmShape(name="", m=200, k=192, n=192, bias=True, residual=True, scale=0.5),
+        GemmShape(name="", m=200, k=128, n=128, bias=True, residual=True, scale=0.5),
         Tile(tile_m=64, tile_n=128, pipeline_depth=3, cluster="m"),
     ),
     "cooperative": (
-        GemmShape(name="", m=264, k=128, n=192, bias=True, residual=True, activation="relu"),
+        GemmShape(name="", m=136, k=128, n=192, bias=True, residual=True, activation="relu"),
         Tile(tile_m=64, schedule="cooperative", pipeline_depth=2, in_flight=0, store_slots=1),
     ),
     "cooperative in a cluster, a last tile beyond the result": (
