@@ -1,0 +1,81 @@
+"""GPT-2's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from models.gpt2 import GPT2Config, GPT2Model
+from models.keymap import Dropped, Family, Leaf, Tie, conv1d, embedding, norm
+
+
+def key_map(config: GPT2Config) -> tuple[Leaf, ...]:
+    """Returns one leaf for every parameter, with the names of Hugging Face's files."""
+    width, mlp = "n_embd", "n_inner"
+    leaves = [
+        embedding("wte", "embeddings.word", rows="vocab_size", features=width),
+        embedding("wpe", "embeddings.position", rows="n_positions", features=width),
+    ]
+    for index in range(config.num_layers):
+        theirs, ours = f"h.{index}", f"layers.{index}"
+        leaves += norm(f"{theirs}.ln_1", f"{ours}.attention.norm", features=width)
+        leaves += conv1d(
+            f"{theirs}.attn.c_attn",
+            f"{ours}.attention.query_key_value",
+            outputs=width,
+            inputs=width,
+        )
+        leaves += conv1d(
+            f"{theirs}.attn.c_proj", f"{ours}.attention.output", outputs=width, inputs=width
+        )
+        leaves += norm(f"{theirs}.ln_2", f"{ours}.mlp.norm", features=width)
+        leaves += conv1d(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", outputs=mlp, inputs=width)
+        leaves += conv1d(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", outputs=width, inputs=mlp)
+    leaves += norm("ln_f", "norm", features=width)
+    if config.lm_head and not config.tie_embeddings:
+        leaves.append(embedding("lm_head", "head", rows="vocab_size", features=width))
+    return tuple(leaves)
+
+
+def _describe(config: GPT2Config) -> str:
+    size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
+    return size if config.lm_head else f"{size}, no head"
+
+
+def _example(config: GPT2Config) -> dict[str, np.ndarray]:
+    length = min(16, config.max_seq_len)
+    ids = (np.arange(2 * length, dtype=np.int32).reshape(2, length) * 7919 + 13) % config.vocab_size
+    mask = np.ones((2, length), np.int32)
+    mask[1, : length // 2] = 0
+    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def _probe(model: GPT2Model, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
+    states = model.hidden_states(**inputs)
+    output = model(**inputs)
+    values = {
+        "hidden_embedding": states[0],
+        "hidden_block_0": states[1],
+        "last_hidden_state": output.last_hidden_state,
+    }
+    return values if output.logits is None else values | {"logits": output.logits}
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    config=GPT2Config,
+    parse=GPT2Config.from_hugging_face,
+    complete=lambda config, fields, keys: config,
+    build=lambda config, dtype: GPT2Model(config, dtype=dtype, rngs=nnx.Rngs(0)),
+    describe=_describe,
+    num_layers=lambda config: config.num_layers,
+    leaves=key_map,
+    prefix="transformer.",
+    base=("wte", "wpe", "h", "ln_f"),
+    dropped=(Dropped(label="mask buffers", pattern=r"h\.\d+\.attn\.(bias|masked_bias)"),),
+    ties=(Tie(key="lm_head.weight", equals="wte.weight"),),
+    example=_example,
+    probe=_probe,
+)

@@ -1,0 +1,209 @@
+"""What two or more families share: pre-norm MLP, causal attention, embeddings, the LM head.
+
+Not here: what one family alone has, such as rotary or ALiBi positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Integer
+
+from models.errors import InputError
+from models.outputs import register_output
+
+Ids = Integer[Array | np.ndarray, "B T"]
+Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
+
+ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Standard deviation of fresh weights; only used without a checkpoint.
+INIT_STDDEV = 0.02
+
+
+@register_output
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalOutput:
+    """What a decoder returns, under Hugging Face's names.
+
+    Attributes:
+      last_hidden_state: Hidden states after the last block and the final norm.
+      logits: Scores of the next token; None without a language model head.
+    """
+
+    last_hidden_state: Float[Array, "B T D"]
+    logits: Float[Array, "B T V"] | None
+
+
+class PreNormMlp(nnx.Module):
+    """LayerNorm, then two Linears with GELU between them, and the residual."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        norm_eps: float,
+        activation: Literal["gelu", "gelu_tanh"],
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Makes the fresh parameters."""
+        self.norm = layer_norm(embed_dim, norm_eps, dtype, rngs)
+        self.up = linear(embed_dim, mlp_dim, dtype, rngs)
+        self.down = linear(mlp_dim, embed_dim, dtype, rngs)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Transforms every token by itself."""
+        with jax.named_scope("mlp"):
+            inner = self.up(self.norm(x).astype(x.dtype))
+            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
+            inner = ACTIVATIONS[self.activation](inner.astype(jnp.float32)).astype(x.dtype)
+            return x + self.down(inner)
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    bias: Float[Array, "#B #N #T S"],
+) -> Float[Array, "B T N H"]:
+    """Attends with scores and softmax in f32; query head i reads key head i // (N / K).
+
+    Args:
+      query: Queries.
+      key: Keys.
+      value: Values.
+      bias: Added to the scores q . k / sqrt(H).
+
+    Returns:
+      For each query the weighted mean of the values.
+    """
+    batch_size, length, heads, size = query.shape
+    grouped = query.reshape(batch_size, length, key.shape[2], -1, size)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch_size, heads, length, -1) * (size**-0.5)
+    weights = jax.nn.softmax(scores + bias, axis=-1).astype(value.dtype)
+    weights = weights.reshape(batch_size, key.shape[2], -1, length, key.shape[1])
+    context = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)
+    return context.reshape(query.shape)
+
+
+def causal_bias(length: int, attention_mask: Mask | None) -> Float[Array, "#B 1 T S"]:
+    """Returns 0 where a token may look and the lowest finite f32 elsewhere.
+
+    A finite value keeps the row of a token that sees nothing, as left padding does, free of NaN.
+
+    Args:
+      length: Number of tokens.
+      attention_mask: 1 for tokens, 0 for padding, at which nobody looks; None = all 1.
+    """
+    with jax.named_scope("causal_bias"):
+        visible = jnp.tril(jnp.ones((1, 1, length, length), bool))
+        if attention_mask is not None:
+            visible = visible & (jnp.asarray(attention_mask) != 0)[:, None, None, :]
+        lowest = jnp.finfo(jnp.float32).min
+        return jnp.where(visible, 0.0, lowest).astype(jnp.float32)
+
+
+def positions_from_mask(attention_mask: Mask) -> Integer[Array, "B T"]:
+    """Returns position ids that count from each row's first token, whatever pads it on the left.
+
+    Padding before it has position 0.
+    """
+    with jax.named_scope("positions"):
+        count = jnp.cumsum((jnp.asarray(attention_mask) != 0).astype(jnp.int32), axis=1)
+        return jnp.maximum(count - 1, 0)
+
+
+def logits(hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """Scores every token of a vocabulary by its embedding, the tied language model head."""
+    return jnp.einsum("BTD,VD->BTV", hidden, embedding)
+
+
+def look_up(table: nnx.Embed, ids: Integer[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the rows of a table; NaN for an id outside it, never another row."""
+    # nnx.Embed would read a negative id from the end of the table.
+    rows = table.embedding[...].at[ids]
+    return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def embed(rows: int, features: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
+    """Makes a fresh embedding table."""
+    init = nnx.initializers.normal(INIT_STDDEV)
+    return nnx.Embed(rows, features, dtype=dtype, param_dtype=dtype, embedding_init=init, rngs=rngs)
+
+
+def linear(
+    inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs, *, use_bias: bool = True
+) -> nnx.Linear:
+    """Makes a fresh Linear."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        kernel_init=nnx.initializers.normal(INIT_STDDEV),
+        rngs=rngs,
+    )
+
+
+def layer_norm(features: int, eps: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Makes a fresh LayerNorm that computes in f32; the caller casts its result."""
+    return nnx.LayerNorm(
+        features,
+        epsilon=eps,
+        dtype=jnp.float32,
+        param_dtype=dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )
+
+
+def check_tokens(
+    model: str,
+    ids: tuple[int, ...],
+    others: Mapping[str, tuple[int, ...]],
+    max_seq_len: int | None,
+) -> None:
+    """Raises InputError unless the shapes of a call fit together and into the model.
+
+    Args:
+      model: Its name, for messages.
+      ids: Shape of input_ids.
+      others: Shapes of the other inputs by name.
+      max_seq_len: The longest sequence; None = any.
+    """
+    if len(ids) != 2:
+        raise InputError(
+            f"{model}(input_ids): shape is {ids}; [batch, length] is needed; add the missing axis"
+        )
+    if not 1 <= ids[1] <= (max_seq_len or ids[1]):
+        possible = "1 or more" if max_seq_len is None else f"1 to {max_seq_len}"
+        action = "give a token" if not ids[1] else "truncate"
+        raise InputError(
+            f"{model}(input_ids): length is {ids[1]}; {possible} is possible; {action}"
+        )
+    for name, shape in others.items():
+        if shape != ids:
+            raise InputError(
+                f"{model}({name}): shape is {shape}; it must be that of input_ids, {ids};"
+                " pad both alike"
+            )
