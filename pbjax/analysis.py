@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,8 +171,8 @@ def find_batch(inputs: Sequence[object], batch_axes: object) -> BatchAxes:
     return BatchAxes(tree=tree, axes=axes, batch_size=next(iter(sizes.values())))
 
 
-def _spread(batch_axes: object, inputs: tuple[object, ...]) -> list[int | None]:
-    """One axis for each leaf of the inputs."""
+def _spread(batch_axes: object, inputs: tuple[object, ...]) -> list[Any]:
+    """One axis for each leaf of the inputs, as it was given: not checked yet."""
     whole = batch_axes if isinstance(batch_axes, tuple) else (batch_axes,) * len(inputs)
     try:
         spread = jax.tree.broadcast(whole, inputs, is_leaf=lambda axis: axis is None)
