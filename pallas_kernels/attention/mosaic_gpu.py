@@ -107,6 +107,11 @@ class Problem:
         """Whether the output is staged where the queries were, as large heads leave no room."""
         return self.head_dim > 128
 
+    def masks_beyond_last(self, tile: Tile) -> bool:
+        """Whether a key tile before the last may need a mask: the causal edge crosses several."""
+        aligned = not self.has_starts and tile.block_kv % tile.block_q == 0
+        return self.causal and not aligned
+
     def heads_per_section(self, tile: Tile) -> int:
         """How many heads run their query tiles, longest first, before the next heads start."""
         heads = self.batch_size * self.num_heads
@@ -120,10 +125,8 @@ def choose_tile(problem: Problem) -> Tile:
     """Picks the tile by what was measured on an H200 (docs/kernels_attention.md)."""
     plain = not (problem.causal or problem.has_alibi or problem.bias_batch)
     if problem.head_dim <= 64:
-        padded = [-(-problem.num_queries // block) * block for block in (128, 192)]
-        if plain and padded[1] <= 1.04 * padded[0]:
-            return Tile(consumers=3, depth=3)
-        return Tile(depth=3)
+        three = plain and problem.num_queries > 2 * ROWS
+        return Tile(consumers=3 if three else 2, depth=4)
     if problem.head_dim <= 128 and not problem.bias_batch:
         return Tile()
     if problem.head_dim <= 192:
@@ -218,36 +221,36 @@ def _allowed(problem: Problem, tile: Tile, place: Place, row: Array, key: Array)
     return allowed
 
 
-def _alibi(
-    problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array
-) -> Array:
-    """ALiBi in units of log2 for rows row .. and keys key ..; a causal row shifts by a constant."""
+def _alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array):
+    """ALiBi in units of log2 for rows row .. and keys key .., as a matrix and a scalar to add.
+
+    A causal row may shift by a constant: then only the scalar depends on where the tile lies.
+    """
     shape = (ROWS, tile.block_kv)
-    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN).astype(
-        jnp.float32
-    )
+    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN)
+    column = column.astype(jnp.float32)
     if problem.causal:
         offset = (key - row - place.start - (ROWS - 1)).astype(jnp.float32)
-        return lax.broadcast_in_dim((column + offset) * slope, shape, [1])
+        return lax.broadcast_in_dim(column * slope, shape, [1]), offset * slope
     position = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW).astype(jnp.float32)
     position += (row + place.start - key).astype(jnp.float32)
     distance = lax.broadcast_in_dim(column, shape, [1]) - lax.broadcast_in_dim(position, shape, [0])
-    return jnp.abs(distance) * -slope
+    return jnp.abs(distance) * -slope, jnp.float32(0)
 
 
 def _over_rows(v: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(v, shape, [0])
 
 
-def _softmax_step(scores, terms, m, total, factor: float):
+def _softmax_step(scores, terms, shift, m, total, factor: float):
     """Online softmax by log2: weights, new maximum and sum, and the factor for what came before."""
     if terms is None:
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - _over_rows(m_new, scores.shape))
     else:
         scores = scores * factor + terms
-        m_new = jnp.maximum(m, scores.max(axis=1))
-        p = jnp.exp2(scores - _over_rows(m_new, scores.shape))
+        m_new = jnp.maximum(m, scores.max(axis=1) + shift)
+        p = jnp.exp2(scores - _over_rows(m_new - shift, scores.shape))
     shrink = jnp.exp2(m - m_new)
     return p, m_new, total * shrink + p.sum(axis=1), shrink
 
@@ -271,9 +274,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     mask_last = problem.causal or problem.has_lengths or tail
     registers = REGISTERS[consumers]
 
-    def consume(item, step):
-        place = _place(problem, tile, item, lengths_g, starts_g)
-        row = place.row + wg * ROWS
+    def attend_rows(place, row, step):
         steps = place.last - place.first
         slope = None if slopes_g is None else slopes_g[place.head] * LOG2_E
 
@@ -284,22 +285,22 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             return jnp.where(_allowed(problem, tile, place, row, key_of(j)), scores, -jnp.inf)
 
         def terms_of(j):
-            terms = None
+            terms, shift = None, jnp.float32(0)
             if slope is not None:
-                terms = _alibi(problem, tile, place, row, key_of(j), slope)
+                terms, shift = _alibi(problem, tile, place, row, key_of(j), slope)
             if b_s is not None and b_full is not None and b_empty is not None:
                 plgpu.barrier_wait(b_full.at[wg])
                 bias = plgpu.layout_cast(b_s[wg], MATRIX).astype(jnp.float32) * LOG2_E
                 plgpu.commit_smem()  # read by all threads before TMA writes it again
                 plgpu.barrier_arrive(b_empty.at[wg])
                 terms = bias if terms is None else terms + bias
-            return terms
+            return terms, shift
 
         def load(o_ref):
             return o_ref[...] if interpret else plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
 
         def attend(o_ref):
-            def scores_of(j, meanwhile=None):
+            def scores_of(j, meanwhile=None, wait_n=1):
                 slot = _mod(step + j, depth)
                 plgpu.barrier_wait(k_full.at[slot])
                 if meanwhile is not None and tile.in_turn:
@@ -312,7 +313,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     meanwhile()
                     if tile.in_turn:
                         plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
-                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
 
                 scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, tile.block_kv)))
                 plgpu.barrier_arrive(k_empty.at[slot])
@@ -332,14 +333,14 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(v_empty.at[_mod(step + j, depth)])
 
-            def advance(j, carry):
+            def advance(j, carry, mask):
                 m, total, p = carry
-                scores = scores_of(j, lambda: add_values(p, j - 1))
-                if problem.causal:
-                    t = place.last - 1 - j
-                    clear = (t >= place.clear_first) & (t < place.clear_last)
-                    scores = lax.cond(clear, lambda s: s, lambda s: masked(s, j), scores)
-                p, m, total, shrink = _softmax_step(scores, terms_of(j), m, total, factor)
+                # A masked step does not overlap: with a product in flight over the end of one loop
+                # and into the next, ptxas serialises every WGMMA (C7513).
+                scores = scores_of(j, lambda: add_values(p, j - 1), wait_n=0 if mask else 1)
+                if mask:
+                    scores = masked(scores, j)
+                p, m, total, shrink = _softmax_step(scores, *terms_of(j), m, total, factor)
                 values_added(j - 1)
                 o = load(o_ref)
                 o_ref[...] = o * _over_rows(shrink, o.shape)
@@ -353,8 +354,19 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             scores = scores_of(jnp.int32(0))
             if mask_last:
                 scores = masked(scores, jnp.int32(0))
-            p, m, total, _ = _softmax_step(scores, terms_of(jnp.int32(0)), m, total, factor)
-            m, total, p = lax.fori_loop(1, steps, advance, (m, total, p.astype(dtype)))
+            p, m, total, _ = _softmax_step(scores, *terms_of(jnp.int32(0)), m, total, factor)
+            carry, start = (m, total, p.astype(dtype)), jnp.int32(1)
+            if problem.masks_beyond_last(tile):
+                stop = jnp.clip(place.last - place.clear_last, start, steps)
+                carry = lax.fori_loop(start, stop, functools.partial(advance, mask=True), carry)
+                start = stop
+            stop = steps
+            if problem.window is not None:
+                stop = jnp.clip(place.last - place.clear_first, start, steps)
+            carry = lax.fori_loop(start, stop, functools.partial(advance, mask=False), carry)
+            if problem.window is not None:
+                carry = lax.fori_loop(stop, steps, functools.partial(advance, mask=True), carry)
+            m, total, p = carry
             if not problem.shares_output():
                 plgpu.barrier_arrive(q_empty.at[wg])
             add_values(p, steps - 1)
@@ -375,7 +387,49 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         if problem.shares_output():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_empty.at[wg])
-        return step + steps
+
+    def pass_by(place, step):
+        """What a consumer does whose rows all lie beyond the queries: keep the barriers going."""
+
+        def see_key_tile(j):
+            slot = _mod(step + j, depth)
+            plgpu.barrier_wait(k_full.at[slot])
+            plgpu.barrier_arrive(k_empty.at[slot])
+            if b_full is not None and b_empty is not None:
+                plgpu.barrier_wait(b_full.at[wg])
+                plgpu.barrier_arrive(b_empty.at[wg])
+
+        def see_value_tile(j):
+            slot = _mod(step + j, depth)
+            plgpu.barrier_wait(v_full.at[slot])
+            plgpu.barrier_arrive(v_empty.at[slot])
+
+        def advance(j, _):
+            if tile.in_turn:
+                plgpu.barrier_wait(turn.at[wg])
+                plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+            see_key_tile(j)
+            see_value_tile(j - 1)
+
+        steps = place.last - place.first
+        plgpu.barrier_wait(q_full.at[wg])
+        plgpu.barrier_arrive(q_empty.at[wg])
+        see_key_tile(jnp.int32(0))
+        lax.fori_loop(1, steps, advance, None)
+        see_value_tile(steps - 1)
+
+    def consume(item, step):
+        place = _place(problem, tile, item, lengths_g, starts_g)
+        row = place.row + wg * ROWS
+        if problem.num_queries % tile.block_q == 0:
+            attend_rows(place, row, step)
+        else:
+            lax.cond(
+                row < problem.num_queries,
+                lambda: attend_rows(place, row, step),
+                lambda: pass_by(place, step),
+            )
+        return step + place.last - place.first
 
     def produce(item, step):
         place = _place(problem, tile, item, lengths_g, starts_g)
@@ -490,7 +544,7 @@ def attention(
     lengths: Int[Array, " B"] | None,
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
-    bias: Float[Array, "1|B N T S"] | None,
+    bias: Float[Array, "_ N T S"] | None,
     sms: int,
     tile: Tile | None = None,
     interpret: bool = False,

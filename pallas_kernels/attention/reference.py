@@ -16,7 +16,7 @@ def attention_reference(
     lengths: Int[Array, " B"] | None = None,
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
-    bias: Float[Array, "1|B N T S"] | None = None,
+    bias: Float[Array, "_ N T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count, or zero.
 
@@ -43,7 +43,7 @@ def attention_reference(
 
     starts = jnp.zeros(batch_size, jnp.int32) if query_starts is None else query_starts
     lengths = jnp.full(batch_size, num_keys) if lengths is None else lengths
-    i = (starts[:, None] + jnp.arange(num_queries))[:, None, :, None]
+    i = (starts[:, None] + jnp.arange(num_queries)[None, :])[:, None, :, None]
     j = jnp.arange(num_keys)[None, None, None, :]
     counts = jnp.broadcast_to(
         j < lengths[:, None, None, None], (batch_size, 1, num_queries, num_keys)

@@ -16,7 +16,7 @@ def attention_xla(
     lengths: Int[Array, " B"] | None,
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
-    bias: Float[Array, "1|B N T S"] | None,
+    bias: Float[Array, "_ N T S"] | None,
 ) -> Float[Array, "B T N H"]:
     """Runs jax.nn.dot_product_attention with every term materialised; see api.attention."""
     position = jnp.arange(q.shape[1])[None, :, None]
@@ -43,12 +43,12 @@ def attention_xla(
 
 
 def _mask(
-    position: Int[Array, "1|B T 1"],
+    position: Int[Array, "_ T 1"],
     key: Int[Array, "1 1 S"],
     causal: bool,
     window: int | None,
     lengths: Int[Array, " B"] | None,
-) -> Bool[Array, "1|B T|1 S"] | None:
+) -> Bool[Array, "_ _ S"] | None:
     parts = []
     if causal:
         parts.append(key <= position)

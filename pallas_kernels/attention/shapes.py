@@ -1,0 +1,92 @@
+"""The attention of the six models at their benchmarks' sizes, for tests and benchmarks alike."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One attention: (B, T, N, H) queries over (B, S, K, H) keys, and the terms of its scores."""
+
+    name: str
+    batch_size: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool = False
+    window: int | None = None
+    lengths: bool = False
+    query_starts: bool = False
+    alibi: bool = False
+    bias_batch: int = 0
+
+
+def _square(name, batch_size, length, heads, head_dim, *, kv_heads=None, **terms) -> AttentionShape:
+    return AttentionShape(
+        name=name,
+        batch_size=batch_size,
+        num_queries=length,
+        num_keys=length,
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        **terms,
+    )
+
+
+MODELS = [
+    _square("vit-base 256x197", 256, 197, 12, 64),
+    _square("bert-base 96x384", 96, 384, 12, 64, lengths=True),
+    _square("conformer-l 32x512", 32, 512, 8, 64, lengths=True, bias_batch=32),
+    _square("gpt2-xl 16x512", 16, 512, 25, 64, causal=True),
+    _square("bloom-7b1 8x512", 8, 512, 32, 128, causal=True, alibi=True),
+    _square("llama3-8b 8x512", 8, 512, 32, 128, kv_heads=8, causal=True),
+]
+
+# 16,384 tokens of 2,048 features, as the length grows.
+SWEEP = [
+    _square(
+        f"{length} x {heads} x {head_dim}{', causal' if causal else ''}",
+        tokens // length,
+        length,
+        heads,
+        head_dim,
+        causal=causal,
+    )
+    for heads, head_dim in ((32, 64), (16, 128))
+    for length, tokens in ((384, 18_432), (1_024, 16_384), (2_048, 16_384), (4_096, 16_384))
+    for causal in (False, True)
+]
+
+# Lengths that fill no tile, heads that fill no swizzle, terms in combination.
+RAGGED = [
+    _square("odd length", 2, 197, 4, 64),
+    _square("three consumers", 2, 384, 4, 64),
+    AttentionShape(
+        name="chunk of a prompt",
+        batch_size=2,
+        num_queries=333,
+        num_keys=777,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        causal=True,
+        lengths=True,
+        query_starts=True,
+    ),
+    _square("window", 2, 640, 4, 64, causal=True, window=100, lengths=True),
+    _square("window, 128", 2, 640, 4, 128, causal=True, window=300),
+    _square("alibi both ways", 2, 640, 4, 64, alibi=True),
+    _square("alibi, lengths", 2, 640, 4, 128, causal=True, alibi=True, lengths=True),
+    _square("bias each", 2, 640, 4, 64, bias_batch=2),
+    _square("bias for all", 2, 640, 4, 128, causal=True, bias_batch=1, lengths=True),
+    _square("all terms", 2, 512, 4, 256, causal=True, window=77, alibi=True, bias_batch=1),
+    _square("head 32", 1, 200, 2, 32),
+    _square("head 40", 1, 200, 2, 40, causal=True),
+    _square("head 72", 1, 200, 2, 72, kv_heads=1, lengths=True),
+    _square("head 96", 1, 200, 2, 96),
+    _square("head 192", 1, 200, 2, 192, causal=True),
+    _square("head 256", 1, 200, 2, 256),
+]
+SHAPES = [*MODELS, *SWEEP, *RAGGED]

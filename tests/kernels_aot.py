@@ -1,0 +1,120 @@
+"""Compiles shipped kernels for sm_90a without a GPU: `python -m tests.kernels_aot SHAPE ...`.
+
+Prints one line of JSON, {shape: {"registers": n, "spilled": bytes, "codes": [C75xx, ...]}}. Needs
+the CUDA plugin of jax, with ptxas; its own process, as the variables below are read at import.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+
+os.environ.update(
+    JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1"
+)
+
+import jax
+import jax.experimental.pallas.mosaic_gpu  # sets the variables that are removed next
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+for name in ("MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH"):
+    os.environ.pop(name, None)
+
+from pallas_kernels.attention import attention  # noqa: E402
+from pallas_kernels.attention.shapes import SHAPES as ATTENTION_SHAPES  # noqa: E402
+from pallas_kernels.decode_attention import decode_attention  # noqa: E402
+from pallas_kernels.decode_attention.shapes import SHAPES as DECODE_SHAPES  # noqa: E402
+
+HOPPER = (
+    "gpu_device_info { threads_per_warp: 32 block_dim_limit_x: 2147483647 "
+    "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES } }"
+)
+REPORT = re.compile(
+    r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*?Used (\d+) registers"
+)
+
+
+def attention_call(case):
+    """The kernel at a shape, and the shapes of its operands."""
+    b, t, s, n, h = case.batch_size, case.num_queries, case.num_keys, case.num_heads, case.head_dim
+    half, whole = jnp.bfloat16, jnp.int32
+    operands = {
+        "q": ((b, t, n, h), half),
+        "k": ((b, s, case.num_kv_heads, h), half),
+        "v": ((b, s, case.num_kv_heads, h), half),
+    }
+    if case.lengths:
+        operands["lengths"] = ((b,), whole)
+    if case.query_starts:
+        operands["query_starts"] = ((b,), whole)
+    if case.alibi:
+        operands["alibi_slopes"] = ((n,), jnp.float32)
+    if case.bias_batch:
+        operands["bias"] = ((case.bias_batch, n, t, s), half)
+
+    def run(operands):
+        return attention(
+            **operands, causal=case.causal, window=case.window, implementation="mosaic_gpu"
+        )
+
+    return run, operands
+
+
+def decode_call(case):
+    """The kernel at a shape, and the shapes of its operands."""
+    b, s, n, h = case.batch_size, case.num_keys, case.num_heads, case.head_dim
+    cache = (b, s, case.num_kv_heads, h)
+    operands = {"q": ((b, case.num_tokens, n, h), jnp.bfloat16), "lengths": ((b,), jnp.int32)}
+    if case.page_size:
+        pages = s // case.page_size
+        cache = (b * pages, case.page_size, case.num_kv_heads, h)
+        operands["page_table"] = ((b, pages), jnp.int32)
+    operands |= {"k": (cache, jnp.bfloat16), "v": (cache, jnp.bfloat16)}
+    if case.alibi:
+        operands["alibi_slopes"] = ((n,), jnp.float32)
+    return lambda operands: decode_attention(**operands, implementation="mosaic_gpu"), operands
+
+
+CALLS = {case.name: (attention_call, case) for case in ATTENTION_SHAPES}
+CALLS |= {f"decode {case.name}": (decode_call, case) for case in DECODE_SHAPES}
+
+
+def compile_report(shape: str, sharding) -> dict:
+    """What ptxas says of one kernel; it writes to the C-level stdout."""
+    call, case = CALLS[shape]
+    run, operands = call(case)
+    operands = {
+        name: jax.ShapeDtypeStruct(*spec, sharding=sharding) for name, spec in operands.items()
+    }
+    saved = os.dup(1)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 1)
+        try:
+            jax.jit(run).lower(operands).compile()
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+        log.seek(0)
+        text = log.read().decode()
+    ((stores, loads, registers),) = REPORT.findall(text)
+    return {
+        "registers": int(registers),
+        "spilled": int(stores) + int(loads),
+        "codes": sorted(set(re.findall(r"\((C75\d\d)\)", text))),
+    }
+
+
+def main() -> None:
+    """Compiles the shapes named on the command line."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=HOPPER
+    )
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    shapes = sys.argv[1:] or list(CALLS)
+    print(json.dumps({shape: compile_report(shape, sharding) for shape in shapes}))
+
+
+if __name__ == "__main__":
+    main()

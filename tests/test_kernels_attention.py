@@ -1,0 +1,285 @@
+"""Attention on three layers: the interpreter with its race detector, lowering, and SASS."""
+
+import functools
+import os
+
+# The interpreter blocks one thread of the CPU client's pool per warpgroup that waits: the pool must
+# be larger than a CTA, whatever the machine, or a test hangs.
+os.environ.setdefault("PJRT_NPROC", "16")
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.attention import attention, attention_reference, mosaic_gpu
+from pallas_kernels.attention.api import check_attention
+from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, AttentionShape
+from pallas_kernels.testing import assert_close
+from tests.kernels_aot_process import ptxas_reports
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+SMALL = mosaic_gpu.Tile(block_kv=64)
+BY_NAME = {case.name: case for case in SHAPES}
+NO_TERMS = dict.fromkeys(("window", "lengths", "query_starts", "alibi_slopes", "bias"))
+
+
+def shape(t, s, *, n=1, k=1, h=32, batch_size=1, **terms):
+    return AttentionShape(
+        name="test",
+        batch_size=batch_size,
+        num_queries=t,
+        num_keys=s,
+        num_heads=n,
+        num_kv_heads=k,
+        head_dim=h,
+        **terms,
+    )
+
+
+def operands(case, *, dtype=jnp.bfloat16, lengths=None, starts=None):
+    """Random q, k, v of a shape, and its terms."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    b, t, s, n, h = case.batch_size, case.num_queries, case.num_keys, case.num_heads, case.head_dim
+    q = jax.random.normal(keys[0], (b, t, n, h), dtype)
+    k, v = (jax.random.normal(key, (b, s, case.num_kv_heads, h), dtype) for key in keys[1:3])
+    terms = NO_TERMS | {"causal": case.causal, "window": case.window, "scale": h**-0.5}
+    if case.lengths:
+        drawn = jax.random.randint(keys[3], (b,), 0, s + 1)
+        terms["lengths"] = drawn if lengths is None else jnp.array(lengths, jnp.int32)
+    if case.query_starts:
+        drawn = jax.random.randint(keys[4], (b,), 0, max(s - t, 0) + 1)
+        terms["query_starts"] = drawn if starts is None else jnp.array(starts, jnp.int32)
+    if case.alibi:
+        terms["alibi_slopes"] = 2.0 ** (-8 * (jnp.arange(n, dtype=jnp.float32) + 1) / n)
+    if case.bias_batch:
+        terms["bias"] = jax.random.normal(keys[5], (case.bias_batch, n, t, s), dtype)
+    return (q, k, v), terms
+
+
+def interpreted(args, terms, tile=SMALL):
+    """The kernel's result on two CTAs in the interpreter, which must see no race."""
+
+    def run(q, k, v):
+        return mosaic_gpu.attention(q, k, v, **terms, sms=2, tile=tile, interpret=True)
+
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            out = jax.block_until_ready(jax.jit(run)(*args))
+        assert not interpreter.get_races().races_found
+        return out
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+
+
+def assert_right(actual, args, terms):
+    """The weights are rounded once before they meet the values; scores are sums over the head."""
+    expected = attention_reference(*args, **terms)
+    largest = float(jnp.abs(args[2].astype(jnp.float32)).max())
+    assert_close(
+        actual, expected, reduction=args[1].shape[1], roundings=1, magnitude=largest, name="output"
+    )
+
+
+INTERPRETED = {
+    "several tiles": (shape(136, 136, n=2), {}),
+    "rows and keys in no multiple of 8": (shape(67, 131), {}),
+    "chunk of a prompt with a window": (
+        shape(130, 200, causal=True, lengths=True, query_starts=True, window=90),
+        {"lengths": [150], "starts": [20]},
+    ),
+    "a sequence without keys": (
+        shape(64, 128, batch_size=2, lengths=True),
+        {"lengths": [0, 70]},
+    ),
+    "causal with alibi and bias": (
+        shape(72, 72, n=2, k=1, batch_size=2, causal=True, alibi=True, bias_batch=2),
+        {},
+    ),
+    "alibi both ways": (shape(72, 136, alibi=True), {}),
+    "output staged over the queries": (shape(72, 72, h=136, causal=True), {}),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_kernel_is_right_and_free_of_races(name):
+    case, given = INTERPRETED[name]
+    args, terms = operands(case, **given)
+    assert_right(interpreted(args, terms), args, terms)
+
+
+def test_three_consumers_of_which_two_have_no_rows():
+    args, terms = operands(shape(200, 136), dtype=jnp.float16)
+    tile = mosaic_gpu.Tile(consumers=3, block_kv=64)
+    assert_right(interpreted(args, terms, tile), args, terms)
+
+
+def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
+    args, terms = operands(shape(72, 64, batch_size=2))
+    both = interpreted(args, terms)
+    second = interpreted(tuple(x[1:] for x in args), terms)
+    np.testing.assert_array_equal(np.asarray(both[1:], np.float32), np.asarray(second, np.float32))
+
+
+@pytest.mark.parametrize("name", ["chunk of a prompt", "window", "alibi both ways", "bias for all"])
+def test_xla_agrees_with_the_reference(name):
+    args, terms = operands(BY_NAME[name], dtype=jnp.float32)
+    actual = attention(*args, **terms, implementation="xla")
+    expected = attention_reference(*args, **terms)
+    assert_close(actual, expected, reduction=args[1].shape[1] * args[0].shape[3], name=name)
+
+
+def test_xla_gives_zero_where_no_key_counts():
+    args, terms = operands(shape(8, 16, lengths=True), lengths=[0])
+    assert not np.any(np.asarray(attention(*args, **terms, implementation="xla"), np.float32))
+
+
+def test_default_is_xla_without_a_gpu():
+    args, terms = operands(shape(16, 16))
+    text = jax.jit(functools.partial(attention, **terms)).lower(*args).as_text()
+    assert "mosaic_gpu" not in text
+
+
+def abstract(case):
+    """The arrays of a shape without their values, and a function that runs the kernel on them."""
+    _, terms = operands(shape(8, 8))
+    static = {"causal": case.causal, "window": case.window, "scale": case.head_dim**-0.5}
+
+    def draw():
+        args, terms = operands(case)
+        return args, {name: x for name, x in terms.items() if isinstance(x, jax.Array)}
+
+    def run(args, arrays, **options):
+        return attention(*args, **arrays, **static, implementation="mosaic_gpu", **options)
+
+    assert terms.keys() >= static.keys()
+    return jax.eval_shape(draw), run
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_shape_lowers_to_one_kernel_of_its_name(name):
+    operand_shapes, run = abstract(BY_NAME[name])
+    with use_abstract_mesh(H200):
+        text = jax.jit(run).trace(*operand_shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert "pbjax_attention" in text
+
+
+def test_budget_is_the_grid():
+    operand_shapes, run = abstract(shape(512, 512, n=8, k=8, h=64, batch_size=4))
+    with use_abstract_mesh(H200):
+        jaxpr = str(jax.make_jaxpr(functools.partial(run, sm_budget=47))(*operand_shapes))
+    assert "'sm': 47" in jaxpr or "grid=(47" in jaxpr
+
+
+def test_models_compile_without_spills_or_serialised_products():
+    """By ptxas; the one register that the kernel of BLOOM spills is known."""
+    reports = ptxas_reports([case.name for case in MODELS])
+    spilled = {name: report["spilled"] for name, report in reports.items() if report["spilled"]}
+    assert set(spilled) <= {"bloom-7b1 8x512"}
+    assert max(spilled.values(), default=0) <= 8
+    assert not any(report["codes"] for report in reports.values())
+
+
+def check(**changes):
+    given = dict.fromkeys(
+        ("window", "causal", "lengths", "query_starts", "alibi_slopes", "bias")
+    ) | {"causal": False}
+    q = jnp.zeros((2, 8, 4, 64), jnp.bfloat16)
+    k = jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
+    check_attention(**({"q": q, "k": k, "v": k} | given | changes))
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": zeros(8, 4, 64)}, "wrong ranks"),
+        ({"v": zeros(2, 15, 2, 64)}, "unequal k and v"),
+        ({"q": zeros(3, 8, 4, 64)}, "batch or head size differ"),
+        ({"q": zeros(2, 8, 4, 32)}, "batch or head size differ"),
+        ({"q": zeros(2, 0, 4, 64)}, "empty"),
+        ({"q": zeros(2, 8, 3, 64)}, "N must be a multiple of K"),
+        ({"window": 4}, "pass causal=True"),
+        ({"window": 0, "causal": True}, "at least 1"),
+        ({"lengths": jnp.zeros(3, jnp.int32)}, "one a sequence"),
+        ({"lengths": jnp.zeros(2)}, "integers"),
+        ({"query_starts": jnp.zeros((2, 1), jnp.int32)}, "one a sequence"),
+        ({"alibi_slopes": jnp.zeros(2)}, "one slope a query head"),
+        ({"bias": zeros(1, 1, 8, 16)}, "broadcast it"),
+        ({"bias": zeros(4, 8, 16)}, "broadcast it"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(**changes)
+
+
+def test_mixed_dtypes_are_refused():
+    with pytest.raises(TypeError, match="share one floating dtype"):
+        check(q=zeros(2, 8, 4, 64, dtype=jnp.float16))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_scale_that_is_not_positive_is_refused(scale):
+    args, _ = operands(shape(8, 8))
+    with pytest.raises(ValueError, match="a positive number"):
+        attention(*args, scale=scale)
+
+
+def test_budget_above_the_device_is_refused():
+    args, _ = operands(shape(8, 8))
+    with pytest.raises(ValueError, match="the device has 132 SMs"):
+        attention(*args, sm_budget=133)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (shape(8, 8), jnp.float32, "WGMMA takes float16 and bfloat16"),
+        (shape(8, 8, h=264), jnp.bfloat16, "from 32 to 256"),
+        (shape(8, 8, h=44), jnp.bfloat16, "multiples of 8"),
+        (shape(8, 12, bias_batch=1), jnp.bfloat16, "multiples of 8"),
+    ],
+)
+def test_named_kernel_says_what_it_cannot_do(case, dtype, message):
+    args, terms = operands(case, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=message):
+        attention(*args, **terms, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"consumers": 4}, "share the registers"),
+        ({"block_kv": 96}, "multiple of 64"),
+        ({"block_kv": 320}, "up to 256"),
+        ({"depth": 0}, "at least 1"),
+    ],
+)
+def test_tile_beyond_the_hardware_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        mosaic_gpu.Tile(**fields)
+
+
+def test_tile_that_does_not_fit_shared_memory_is_refused():
+    args, terms = operands(shape(64, 64, h=128))
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        mosaic_gpu.attention(*args, **terms, sms=1, tile=mosaic_gpu.Tile(depth=4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [case.name for case in [*MODELS, *RAGGED]])
+def test_kernel_on_the_gpu_is_right_and_repeats(name):
+    args, terms = operands(BY_NAME[name])
+    run = jax.jit(functools.partial(attention, **terms, implementation="mosaic_gpu"))
+    first = run(*args)
+    assert_right(first, args, terms)
+    for _ in range(5):
+        np.testing.assert_array_equal(np.asarray(run(*args)), np.asarray(first))
