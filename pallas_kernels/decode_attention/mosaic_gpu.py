@@ -384,9 +384,9 @@ def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
 def _join(o: Float[Array, "Z B K H C"], lse: Float[Array, "Z B K C"]) -> Float[Array, "B K C H"]:
     """Averages the parts of a split cache, weighted by their sums of exponentials."""
     highest = lse.max(axis=0)
-    weights = jnp.where(jnp.isfinite(lse), jnp.exp2(lse - highest), 0.0)
+    weights = jnp.where(jnp.isfinite(lse), jnp.exp2(lse - highest[None]), 0.0)
     total = weights.sum(axis=0)
-    weights = weights / jnp.where(total > 0, total, 1.0)
+    weights = weights / jnp.where(total > 0, total, 1.0)[None]
     return jnp.einsum("zbkhc,zbkc->bkch", o, weights)
 
 

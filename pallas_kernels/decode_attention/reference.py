@@ -37,7 +37,7 @@ def decode_attention_reference(
     k, v = (jnp.repeat(x, num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
 
-    i = (lengths[:, None] - num_tokens + jnp.arange(num_tokens))[:, None, :, None]
+    i = (lengths[:, None] - num_tokens + jnp.arange(num_tokens)[None, :])[:, None, :, None]
     j = jnp.arange(k.shape[1])[None, None, None, :]
     if alibi_slopes is not None:
         scores -= alibi_slopes.astype(jnp.float32)[None, :, None, None] * jnp.abs(i - j)
