@@ -159,7 +159,7 @@ def _choices(
 
 def _first_rows(leaves: Sequence[Array], axes: Sequence[int | None], size: int) -> list[Array]:
     return [
-        x if axis is None else lax.slice_in_dim(x, 0, size, axis=axis)
+        x if axis is None or x.shape[axis] == size else lax.slice_in_dim(x, 0, size, axis=axis)
         for x, axis in zip(leaves, axes, strict=True)
     ]
 

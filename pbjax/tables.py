@@ -70,15 +70,15 @@ def measured_table(
         to its file would lose them.
     """
     path = None if profile is None or isinstance(profile, Profile) else Path(profile)
-    known = profile if isinstance(profile, Profile) else _read(analysis, path)
-    command = f"pbjax.optimize({analysis.model.name}, batch of {analysis.batch.batch_size})"
-    here = Profile(provenance=provenance_here(analysis.device.kind, command))
-    warning = _check(analysis, known) if known else ""
-    start = known.merge(here) if known else here
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
     save = None if path is None else lambda table: table.save(path)
     batch_size = analysis.batch.batch_size
     with phases.phase("profile") as report:
+        known = profile if isinstance(profile, Profile) else _read(analysis, path)
+        command = f"pbjax.optimize({analysis.model.name}, batch of {batch_size})"
+        here = Profile(provenance=provenance_here(analysis.device.kind, command))
+        warning = _check(analysis, known) if known else ""
+        start = known.merge(here) if known else here
         table = fill(start, analysis.outline, grid(batch_size), timer, progress=report, on_row=save)
     outline = relabelled(analysis.outline, table, batch_size, analysis.device)
     third = max(batch_size // 3, 1)
