@@ -133,10 +133,12 @@ def _sizes(split: str | None) -> tuple[int, ...] | None:
 
 
 def _exhaustive_line(searched, exhaustive) -> str:
+    from pbjax.reports import milliseconds
+
     best = exhaustive.best
     sizes = "+".join(map(str, best.split.sizes))
     line = (
-        f"exhaustive optimum: {sizes}, {best.prediction.makespan_s * 1e3:.3g} ms, "
+        f"exhaustive optimum: {sizes}, {milliseconds(best.prediction.makespan_s)} ms, "
         f"{exhaustive.evaluations:,} evaluations in {exhaustive.seconds:.1f} s"
     )
     if searched is None:

@@ -20,7 +20,7 @@ from pbjax.compilation import (
 )
 from pbjax.phases import Phases
 from pbjax.plan import Plan, Seconds
-from pbjax.reports import MeasuredProgram
+from pbjax.reports import MeasuredProgram, milliseconds
 
 # A split is kept only if it gains more than this many times the spread of the timings.
 NOISE_FACTOR = 2.0
@@ -129,14 +129,14 @@ def _decide(
     fastest, gain = others[index], base.measured_s - others[index].measured_s
     noise = NOISE_FACTOR * max(base.spread_s, fastest.spread_s)
     figures = (
-        f"{'+'.join(map(str, fastest.sizes))} takes {fastest.measured_s * 1e3:.3g} ms, unsplit "
-        f"{base.measured_s * 1e3:.3g} ms"
+        f"{'+'.join(map(str, fastest.sizes))} takes {milliseconds(fastest.measured_s)} ms, unsplit "
+        f"{milliseconds(base.measured_s)} ms"
     )
     if gain > noise:
         speedup = base.measured_s / fastest.measured_s
-        reason = f"{figures}: {speedup:.3f}x, more than the noise of {noise * 1e3:.2g} ms"
+        reason = f"{figures}: {speedup:.3f}x, more than the noise of {milliseconds(noise)} ms"
         return _Verdict(kept=splits[index], split=splits[index], reason=reason)
-    lost = "slower" if gain <= 0 else f"the gain is inside the noise of {noise * 1e3:.2g} ms"
+    lost = "slower" if gain <= 0 else f"the gain is inside the noise of {milliseconds(noise)} ms"
     return _Verdict(kept=unsplit, split=splits[index], reason=f"{figures}: {lost}")
 
 

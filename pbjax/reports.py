@@ -181,7 +181,7 @@ def profile_section(report: Report) -> str:
     curves = [(stage, report.profile.curve(stage)) for stage in report.outline.stages]
     sizes = sorted({size for _, curve in curves for size in curve.sizes})
     rows = [
-        (stage.name, *(_ms(curve.at(s)) if s in curve.sizes else "-" for s in sizes))
+        (stage.name, *(milliseconds(curve.at(s)) if s in curve.sizes else "-" for s in sizes))
         for stage, curve in curves
     ]
     title = (
@@ -237,9 +237,9 @@ def programs_section(report: Report) -> str:
         (
             program.name,
             "+".join(map(str, program.sizes)),
-            _ms(program.predicted_s),
-            _ms(program.measured_s),
-            _ms(program.spread_s),
+            milliseconds(program.predicted_s),
+            milliseconds(program.measured_s),
+            milliseconds(program.spread_s),
             f"{report.batch_size / program.measured_s:,.1f}",
             f"{program.temporary_bytes / 1e6:,.1f}",
             f"{program.weight_bytes / 1e6:,.1f}",
@@ -305,7 +305,7 @@ def _candidate_row(name: str, candidate: Candidate) -> tuple[object, ...]:
         name,
         "+".join(map(str, candidate.split.sizes)),
         ", ".join(map(str, candidate.staggers)),
-        _ms(prediction.makespan_s),
+        milliseconds(prediction.makespan_s),
         f"{prediction.items_per_s:,.1f}",
         f"{prediction.balance:.2f}",
         f"{prediction.bubble_fraction:.0%}",
@@ -345,14 +345,11 @@ def _cell(slot: Slot, sub_batch: int, timetable: Timetable) -> str:
     return ". "
 
 
-def _ms(seconds: float | None) -> str:
-    return (
-        "-"
-        if seconds is None
-        else f"{seconds * 1e3:.3g}"
-        if seconds < 0.1
-        else f"{seconds * 1e3:,.0f}"
-    )
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds to three digits, whole above a tenth of a second; "-" for None."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
