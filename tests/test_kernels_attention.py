@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.attention import attention, attention_reference, mosaic_gpu
 from pallas_kernels.attention.api import check_attention
-from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, AttentionShape
+from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, SWEEP, AttentionShape
 from pallas_kernels.testing import assert_close
 from tests.kernels_aot_process import ptxas_reports
 
@@ -78,14 +78,10 @@ def interpreted(args, terms, tile=SMALL):
 def assert_right(actual, args, terms):
     """The weights are rounded once before they meet the values; scores are sums over the head."""
     expected = attention_reference(*args, **terms)
-    largest = float(jnp.abs(args[2].astype(jnp.float32)).max())
-    assert_close(
-        actual, expected, reduction=args[1].shape[1], roundings=1, magnitude=largest, name="output"
-    )
+    assert_close(actual, expected, reduction=args[1].shape[1], roundings=1)
 
 
 INTERPRETED = {
-    "several tiles": (shape(136, 136, n=2), {}),
     "rows and keys in no multiple of 8": (shape(67, 131), {}),
     "chunk of a prompt with a window": (
         shape(130, 200, causal=True, lengths=True, query_starts=True, window=90),
@@ -159,7 +155,10 @@ def abstract(case):
     return jax.eval_shape(draw), run
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+LONGEST = [case for case in SWEEP if case.num_keys == 4_096]
+
+
+@pytest.mark.parametrize("name", [case.name for case in [*MODELS, *LONGEST, *RAGGED]])
 def test_every_shape_lowers_to_one_kernel_of_its_name(name):
     operand_shapes, run = abstract(BY_NAME[name])
     with use_abstract_mesh(H200):

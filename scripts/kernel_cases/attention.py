@@ -1,0 +1,105 @@
+"""Attention of the six models, and a sweep of lengths and head sizes, against cuDNN and XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernel_cases import Case
+from pallas_kernels.attention import attention, attention_reference
+from pallas_kernels.attention.shapes import MODELS, RAGGED, SWEEP, AttentionShape
+
+
+def cases() -> list[Case]:
+    """Models and sweep on all SMs, BERT on half of them, and ragged shapes in both dtypes."""
+    found = [_case(shape, "bfloat16", None, timed=True) for shape in [*MODELS, *SWEEP]]
+    found.append(_case(MODELS[1], "bfloat16", 66, timed=True))
+    return found + [
+        _case(shape, dtype, 7, timed=False) for shape in RAGGED for dtype in ("bfloat16", "float16")
+    ]
+
+
+def _names(shape: AttentionShape) -> list[str]:
+    terms = {
+        "lengths": shape.lengths,
+        "query_starts": shape.query_starts,
+        "alibi_slopes": shape.alibi,
+        "bias": shape.bias_batch,
+    }
+    return ["q", "k", "v"] + [name for name, present in terms.items() if present]
+
+
+def _case(shape: AttentionShape, dtype: str, sm_budget: int | None, *, timed: bool) -> Case:
+    names = _names(shape)
+    options = {"causal": shape.causal, "window": shape.window, "scale": shape.head_dim**-0.5}
+
+    def call(f, **extra):
+        return lambda *inputs: f(**dict(zip(names, inputs, strict=True)), **options, **extra)
+
+    opponents = {}
+    if timed:
+        opponents = {"cudnn": functools.partial(_cudnn, shape, names)}
+        if shape.alibi or shape.bias_batch:
+            opponents["xla"] = call(attention, implementation="xla")
+    b, t, s, n, h = (
+        shape.batch_size,
+        shape.num_queries,
+        shape.num_keys,
+        shape.num_heads,
+        shape.head_dim,
+    )
+    pairs = t * (t + 1) // 2 if shape.causal else t * s
+    moved = 2 * b * h * (t * n + s * shape.num_kv_heads) + shape.bias_batch * n * t * s
+    return Case(
+        kernel="attention",
+        name=shape.name if sm_budget is None else f"{shape.name}, {sm_budget} SMs",
+        dtype=dtype,
+        make=functools.partial(_make, shape, dtype, full=timed),
+        run=call(attention, implementation="mosaic_gpu", sm_budget=sm_budget),
+        reference=call(attention_reference),
+        close=({"reduction": s, "roundings": 1},),
+        opponents=opponents,
+        flops=4 * b * n * h * pairs if timed else 0,
+        num_bytes=2 * moved,
+    )
+
+
+def _cudnn(shape: AttentionShape, names, *inputs):
+    """The library's kernel; ALiBi as a bias in memory, which it needs."""
+    given = dict(zip(names, inputs, strict=True))
+    q, k, v, bias = given["q"], given["k"], given["v"], given.get("bias")
+    if shape.alibi:
+        i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+        distance = jnp.abs(i - j).astype(jnp.float32)[None, None]
+        bias = (-given["alibi_slopes"][None, :, None, None] * distance).astype(q.dtype)
+    lengths = given.get("lengths")
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias,
+        scale=shape.head_dim**-0.5,
+        is_causal=shape.causal,
+        query_seq_lengths=None if lengths is None else jnp.full_like(lengths, q.shape[1]),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
+    keys = jax.random.split(key, 6)
+    b, t, s = shape.batch_size, shape.num_queries, shape.num_keys
+    cache = (b, s, shape.num_kv_heads, shape.head_dim)
+    shapes = [(b, t, shape.num_heads, shape.head_dim), cache, cache]
+    arrays = [jax.random.normal(k, x, dtype) for k, x in zip(keys[:3], shapes, strict=True)]
+    if shape.lengths:
+        drawn = jax.random.randint(keys[3], (b,), 0, s + 1)
+        arrays.append(jnp.full(b, s, jnp.int32) if full else drawn)
+    if shape.query_starts:
+        arrays.append(jax.random.randint(keys[4], (b,), 0, max(s - t, 0) + 1))
+    if shape.alibi:
+        heads = jnp.arange(shape.num_heads, dtype=jnp.float32)
+        arrays.append(2.0 ** (-8 * (heads + 1) / shape.num_heads))
+    if shape.bias_batch:
+        arrays.append(jax.random.normal(keys[5], (shape.bias_batch, shape.num_heads, t, s), dtype))
+    return tuple(arrays)
