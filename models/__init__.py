@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models.bert import BertConfig, BertModel, BertOutput
     from models.checkpoint import load, load_tokenizer
+    from models.conformer import ConformerConfig, ConformerEncoder, ConformerOutput
     from models.conversion import ConversionReport, convert
     from models.errors import (
         CheckpointError,
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     )
     from models.gpt2 import GPT2Config, GPT2Model
     from models.layers import CausalOutput
+    from models.llama import LlamaConfig, LlamaModel
     from models.vit import ViTConfig, ViTModel, ViTOutput
+    from models.wav2vec2_conformer import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
 # model_type of config.json -> the module whose FAMILY has configuration, modules and key map.
 FAMILIES = {
     "bert": "models.bert_checkpoint",
     "gpt2": "models.gpt2_checkpoint",
+    "llama": "models.llama_checkpoint",
     "vit": "models.vit_checkpoint",
+    "wav2vec2-conformer": "models.conformer_checkpoint",
 }
 
 _MODULES = {
@@ -37,15 +42,22 @@ _MODULES = {
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
     "ConfigError": "errors",
+    "ConformerConfig": "conformer",
+    "ConformerEncoder": "conformer",
+    "ConformerOutput": "conformer",
     "ConversionReport": "conversion",
     "GPT2Config": "gpt2",
     "GPT2Model": "gpt2",
     "InputError": "errors",
     "KeyMismatchError": "errors",
+    "LlamaConfig": "llama",
+    "LlamaModel": "llama",
     "NumericError": "errors",
     "ViTConfig": "vit",
     "ViTModel": "vit",
     "ViTOutput": "vit",
+    "Wav2Vec2ConformerConfig": "wav2vec2_conformer",
+    "Wav2Vec2ConformerModel": "wav2vec2_conformer",
     "convert": "conversion",
     "load": "checkpoint",
     "load_tokenizer": "checkpoint",
@@ -60,15 +72,22 @@ __all__ = [
     "CheckpointError",
     "CheckpointWarning",
     "ConfigError",
+    "ConformerConfig",
+    "ConformerEncoder",
+    "ConformerOutput",
     "ConversionReport",
     "GPT2Config",
     "GPT2Model",
     "InputError",
     "KeyMismatchError",
+    "LlamaConfig",
+    "LlamaModel",
     "NumericError",
     "ViTConfig",
     "ViTModel",
     "ViTOutput",
+    "Wav2Vec2ConformerConfig",
+    "Wav2Vec2ConformerModel",
     "convert",
     "load",
     "load_tokenizer",

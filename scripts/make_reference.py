@@ -172,6 +172,30 @@ def gpt2_config() -> transformers.GPT2Config:
     )
 
 
+def llama_config() -> transformers.LlamaConfig:
+    """Returns a LLaMA of 2 layers x 32, 2 of 4 heads for keys, rope scaling in all its bands."""
+    return transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        attn_implementation="eager",
+    )
+
+
 def decoder_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
     """Returns two sequences of 12 tokens, one of them padded on the left, with their positions."""
     mask = np.ones((2, 12), np.int32)
@@ -179,6 +203,18 @@ def decoder_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
     positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
     ids = generator.integers(1, 97, (2, 12)).astype(np.int32) * mask
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def llama_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns two sequences with positions far apart, one of them with a hole in its mask.
+
+    A row that sees nothing, as with padding on the left, is NaN in an f64 run of this class.
+    """
+    given = decoder_inputs(generator)
+    mask = np.ones((2, 12), np.int32)
+    mask[1, 1:5] = 0
+    positions = np.stack([5 * np.arange(12), np.arange(12) ** 2 // 2]).astype(np.int32)
+    return given | {"attention_mask": mask, "position_ids": positions}
 
 
 def decoder_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -189,6 +225,65 @@ def decoder_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
         "hidden_block_0": output.hidden_states[1],
         "last_hidden_state": output.hidden_states[-1],
         "logits": output.logits,
+    }
+
+
+def conformer_config() -> transformers.Wav2Vec2ConformerConfig:
+    """Returns a Conformer of 2 layers x 24, relative positions, a LayerNorm on every conv."""
+    return transformers.Wav2Vec2ConformerConfig(
+        vocab_size=13,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=40,
+        hidden_act="swish",
+        conv_dim=(12, 16, 20),
+        conv_kernel=(10, 3, 2),
+        conv_stride=(5, 2, 2),
+        conv_bias=True,
+        feat_extract_norm="layer",
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_codevectors_per_group=4,
+        codevector_dim=8,
+        proj_codevector_dim=8,
+        conv_depthwise_kernel_size=7,
+        position_embeddings_type="relative",
+        pad_token_id=3,
+    )
+
+
+def conformer_rotary_config() -> transformers.Wav2Vec2ConformerConfig:
+    """Returns a Conformer with rotary positions, GELU, and a norm on the first conv alone."""
+    config = conformer_config()
+    config.position_embeddings_type = "rotary"
+    config.hidden_act = "gelu"
+    config.conv_bias = False
+    config.feat_extract_norm = "group"
+    return config
+
+
+def conformer_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns 400 and 250 samples, the second padded on the right: 19 and 12 frames."""
+    mask = np.ones((2, 400), np.int32)
+    mask[1, 250:] = 0
+    audio = generator.normal(size=(2, 400)).astype(np.float32) * mask
+    return {"input_values": audio, "attention_mask": mask}
+
+
+def conformer_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a Wav2Vec2ConformerForCTC and the Wav2Vec2ConformerModel in it."""
+    values = conformer_features_values(model.wav2vec2_conformer, inputs)
+    return values | {"logits": model(**inputs).logits}
+
+
+def conformer_features_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a Wav2Vec2ConformerModel."""
+    output = model(**inputs, output_hidden_states=True)
+    return {
+        "hidden_embedding": output.hidden_states[0],
+        "hidden_block_0": output.hidden_states[1],
+        "last_hidden_state": output.last_hidden_state,
     }
 
 
@@ -213,12 +308,39 @@ FAMILIES = {
         values=decoder_values,
         default_scale=False,
     ),
+    "llama": Family(
+        config=llama_config,
+        model=transformers.LlamaForCausalLM,
+        task_classes=(transformers.LlamaModel,),
+        inputs=llama_inputs,
+        values=decoder_values,
+        default_scale=False,
+    ),
     "vit": Family(
         config=vit_config,
         model=transformers.ViTForImageClassification,
         task_classes=(transformers.ViTModel,),
         inputs=vit_inputs,
         values=vit_values,
+    ),
+    "conformer": Family(
+        config=conformer_config,
+        model=transformers.Wav2Vec2ConformerForCTC,
+        task_classes=(
+            transformers.Wav2Vec2ConformerModel,
+            transformers.Wav2Vec2ConformerForPreTraining,
+        ),
+        inputs=conformer_inputs,
+        values=conformer_values,
+        default_scale=False,
+    ),
+    "conformer_rotary": Family(
+        config=conformer_rotary_config,
+        model=transformers.Wav2Vec2ConformerModel,
+        task_classes=(),
+        inputs=conformer_inputs,
+        values=conformer_features_values,
+        variant=True,
     ),
     "vit_features": Family(
         config=vit_features_config,
@@ -235,10 +357,11 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Replaces every parameter and statistic by random values that no fault can hide behind."""
     norms = {n for n, m in model.named_modules() if "norm" in type(m).__name__.lower()}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not tensor.is_floating_point():
+        owner, _, leaf = name.rpartition(".")
+        # The frequencies of rotary positions are no weights; they follow from the configuration.
+        if not tensor.is_floating_point() or leaf == "inv_freq":
             continue
         noise = torch.randn(tensor.shape, generator=generator)
-        owner, _, leaf = name.rpartition(".")
         if leaf == "running_var":
             value = 0.5 + torch.rand(tensor.shape, generator=generator)
         elif leaf == "running_mean":

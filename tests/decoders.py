@@ -16,7 +16,7 @@ from models.numeric import errors_against, read_reference
 from models.parameters import Parameter, fill, parameters_of
 
 DATA = Path(__file__).parent / "data"
-DECODERS = ("gpt2",)
+DECODERS = ("gpt2", "llama")
 POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state", "logits")
 
 

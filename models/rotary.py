@@ -1,0 +1,114 @@
+"""Rotary positions in the layout of Hugging Face's files, pair (i, i + H/2); llama3's scaling.
+
+Not here: the interleaved layout of Meta's own files, pair (2i, 2i + 1), and other scalings.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from models.hf_config import ConfigFields
+from models.layers import Ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """How fast positions turn features, with llama3's scaling.
+
+    Attributes:
+      theta: Base of the frequencies.
+      factor: What low frequencies are divided by; 1 leaves all as they are.
+      low: Wavelengths above original_len / low are divided in full.
+      high: Wavelengths below original_len / high are kept; those between are blended.
+      original_len: The longest sequence before scaling.
+    """
+
+    theta: float
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryTable:
+    """Cosine and sine of the angle by which each pair of features is turned at each position."""
+
+    cos: Float[Array, "#B T 1 half"]
+    sin: Float[Array, "#B T 1 half"]
+
+    def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Turns the pairs (i, i + H/2) of every head, in f32."""
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        turned = (
+            first * self.cos - second * self.sin,
+            second * self.cos + first * self.sin,
+        )
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rotary_frequencies(rotary: Rotary, head_dim: int) -> Float[np.ndarray, " half"]:
+    """Returns the angle per position of each pair of features: theta ** (-2i / head_dim), scaled.
+
+    Source: Su et al. 2021, section 3.2; the scaling is that of LLaMA 3.1's released code.
+    """
+    # In f32 as in Hugging Face: at position 100,000 a rounding of the frequency shows.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1) / np.float32(rotary.theta) ** exponents
+    turns = rotary.original_len * frequencies.astype(np.float64) / (2 * np.pi)
+    kept = np.clip((turns - rotary.low) / (rotary.high - rotary.low), 0, 1)
+    return (frequencies * ((1 - kept) / rotary.factor + kept)).astype(np.float32)
+
+
+def rotary_table(
+    frequencies: Float[np.ndarray, " half"], length: int, position_ids: Ids | None
+) -> RotaryTable:
+    """Returns the table of given positions, or of 0, 1, 2 and so on, in f32."""
+    with jax.named_scope("rotary_table"):
+        ids = jnp.arange(length)[None] if position_ids is None else jnp.asarray(position_ids)
+        angles = ids.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
+        return RotaryTable(cos=jnp.cos(angles), sin=jnp.sin(angles))
+
+
+def read_rotary(reader: ConfigFields) -> Rotary:
+    """Reads rope_theta and rope_scaling of transformers 4, or rope_parameters of 5.
+
+    Raises:
+      ConfigError: A field is missing, malformed or unsupported, or both forms differ.
+    """
+    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if new is None:
+        return _scaled(reader.positive("rope_theta"), old)
+    rotary = _scaled(new.positive("rope_theta"), new)
+    reader.ignore("rope_theta")
+    if reader.has("rope_theta") and reader.positive("rope_theta") != rotary.theta:
+        raise reader.error("rope_theta", "not that of rope_parameters", "one is meant", "remove it")
+    if old is not None and _scaled(rotary.theta, old) != rotary:
+        found = "not that of rope_parameters"
+        raise reader.error("rope_scaling", found, "one is meant", "remove it")
+    return rotary
+
+
+def _scaled(theta: float, section: ConfigFields | None) -> Rotary:
+    if section is None:
+        return Rotary(theta=theta)
+    section.exactly("partial_rotary_factor", (1.0, 1, None), default=None)
+    kinds = {"default": "default", "llama3": "llama3"}
+    older = section.one_of("type", kinds, "default")
+    kind = section.one_of("rope_type", kinds, older)
+    if section.has("type") and kind != older:
+        raise section.error("type", older, f"rope_type is {kind} and means the same", "correct it")
+    rotary = Rotary(theta=theta)
+    if kind == "llama3":
+        rotary = Rotary(
+            theta=theta,
+            factor=section.positive("factor"),
+            low=section.positive("low_freq_factor"),
+            high=section.positive("high_freq_factor"),
+            original_len=section.count("original_max_position_embeddings"),
+        )
+    section.warn_unknown()
+    return rotary
