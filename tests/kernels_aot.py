@@ -47,6 +47,8 @@ def attention_call(case):
     }
     if case.lengths:
         operands["lengths"] = ((b,), whole)
+    if case.query_lengths:
+        operands["query_lengths"] = ((b,), whole)
     if case.query_starts:
         operands["query_starts"] = ((b,), whole)
     if case.alibi:

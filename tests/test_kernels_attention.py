@@ -24,7 +24,9 @@ from tests.kernels_aot_process import ptxas_reports
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 SMALL = mosaic_gpu.Tile(block_kv=64)
 BY_NAME = {case.name: case for case in SHAPES}
-NO_TERMS = dict.fromkeys(("window", "lengths", "query_starts", "alibi_slopes", "bias"))
+NO_TERMS = dict.fromkeys(
+    ("window", "lengths", "query_lengths", "query_starts", "alibi_slopes", "bias")
+)
 
 
 def shape(t, s, *, n=1, k=1, h=32, batch_size=1, **terms):
@@ -50,6 +52,8 @@ def operands(case, *, dtype=jnp.bfloat16, lengths=None, starts=None):
     if case.lengths:
         drawn = jax.random.randint(keys[3], (b,), 0, s + 1)
         terms["lengths"] = drawn if lengths is None else jnp.array(lengths, jnp.int32)
+    if case.query_lengths:
+        terms["query_lengths"] = jnp.minimum(terms["lengths"], t)
     if case.query_starts:
         drawn = jax.random.randint(keys[4], (b,), 0, max(s - t, 0) + 1)
         terms["query_starts"] = drawn if starts is None else jnp.array(starts, jnp.int32)
@@ -91,6 +95,10 @@ INTERPRETED = {
         shape(64, 128, batch_size=2, lengths=True),
         {"lengths": [0, 70]},
     ),
+    "rows that are padding": (
+        shape(200, 200, batch_size=2, lengths=True, query_lengths=True),
+        {"lengths": [70, 133]},
+    ),
     "causal with alibi and bias": (
         shape(72, 72, n=2, k=1, batch_size=2, causal=True, alibi=True, bias_batch=2),
         {},
@@ -120,7 +128,9 @@ def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
     np.testing.assert_array_equal(np.asarray(both[1:], np.float32), np.asarray(second, np.float32))
 
 
-@pytest.mark.parametrize("name", ["chunk of a prompt", "window", "alibi both ways", "bias for all"])
+@pytest.mark.parametrize(
+    "name", ["chunk of a prompt", "padded causal batch", "alibi both ways", "bias for all"]
+)
 def test_xla_agrees_with_the_reference(name):
     args, terms = operands(BY_NAME[name], dtype=jnp.float32)
     actual = attention(*args, **terms, implementation="xla")
@@ -183,13 +193,13 @@ def test_models_compile_without_spills_or_serialised_products():
     assert not any(report["codes"] for report in reports.values())
 
 
-def check(**changes):
-    given = dict.fromkeys(
-        ("window", "causal", "lengths", "query_starts", "alibi_slopes", "bias")
-    ) | {"causal": False}
+def check(counts=None, **changes):
+    given = dict.fromkeys(("window", "alibi_slopes", "bias")) | {"causal": False}
+    counts = {"lengths": None, "query_lengths": None, "query_starts": None} | (counts or {})
     q = jnp.zeros((2, 8, 4, 64), jnp.bfloat16)
     k = jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
-    check_attention(**({"q": q, "k": k, "v": k} | given | changes))
+    operands = {"q": q, "k": k, "v": k, "counts": tuple(counts.values())}
+    check_attention(**(operands | given | changes))
 
 
 def zeros(*shape, dtype=jnp.bfloat16):
@@ -207,9 +217,9 @@ def zeros(*shape, dtype=jnp.bfloat16):
         ({"q": zeros(2, 8, 3, 64)}, "N must be a multiple of K"),
         ({"window": 4}, "pass causal=True"),
         ({"window": 0, "causal": True}, "at least 1"),
-        ({"lengths": jnp.zeros(3, jnp.int32)}, "one a sequence"),
-        ({"lengths": jnp.zeros(2)}, "integers"),
-        ({"query_starts": jnp.zeros((2, 1), jnp.int32)}, "one a sequence"),
+        ({"counts": {"lengths": jnp.zeros(3, jnp.int32)}}, "one a sequence"),
+        ({"counts": {"query_lengths": jnp.zeros(2)}}, "integers"),
+        ({"counts": {"query_starts": jnp.zeros((2, 1), jnp.int32)}}, "one a sequence"),
         ({"alibi_slopes": jnp.zeros(2)}, "one slope a query head"),
         ({"bias": zeros(1, 1, 8, 16)}, "broadcast it"),
         ({"bias": zeros(4, 8, 16)}, "broadcast it"),

@@ -19,6 +19,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
+    query_lengths: Int[Array, " B"] | None = None,
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
@@ -39,6 +40,8 @@ def attention(
       causal: Whether a query sees only keys up to its own position.
       window: Number of last keys a query sees, its own position included; with causal only.
       lengths: Number of valid keys of each sequence; all if None. Clipped to 0 .. S.
+      query_lengths: Number of valid queries of each sequence; the rows beyond are zero and, tile by
+        tile, cost nothing. All if None.
       query_starts: Position of query 0 of each sequence, with causal or alibi_slopes; 0 if None.
       alibi_slopes: Slope of each query head, computed inside from positions.
       bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of
@@ -58,7 +61,9 @@ def attention(
     Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm
     2; Press et al. 2022 for ALiBi.
     """
-    check_attention(q, k, v, window, causal, lengths, query_starts, alibi_slopes, bias)
+    check_attention(
+        q, k, v, window, causal, (lengths, query_lengths, query_starts), alibi_slopes, bias
+    )
     scale = _check_scale(q, scale)
     sms = check_sm_budget("attention", sm_budget)
     terms = {
@@ -66,6 +71,7 @@ def attention(
         "causal": causal,
         "window": window,
         "lengths": lengths,
+        "query_lengths": query_lengths,
         "query_starts": query_starts,
         "alibi_slopes": alibi_slopes,
         "bias": bias,
@@ -82,7 +88,7 @@ def attention(
     )
 
 
-def check_attention(q, k, v, window, causal, lengths, query_starts, alibi_slopes, bias) -> None:
+def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None:
     """Raises unless the operands of `attention` fit together; see there."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
@@ -112,7 +118,7 @@ def check_attention(q, k, v, window, causal, lengths, query_starts, alibi_slopes
             "causal=True"
         )
     batch_size, num_queries, num_heads = q.shape[:3]
-    for name, x in (("lengths", lengths), ("query_starts", query_starts)):
+    for name, x in zip(("lengths", "query_lengths", "query_starts"), counts, strict=True):
         if x is not None and (x.shape != (batch_size,) or not jnp.issubdtype(x.dtype, jnp.integer)):
             raise ValueError(
                 f"attention({name}={x.dtype}{x.shape}): integers of shape ({batch_size},); one a "

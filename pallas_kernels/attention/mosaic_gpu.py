@@ -87,6 +87,7 @@ class Problem:
     causal: bool = False
     window: int | None = None
     has_lengths: bool = False
+    has_query_lengths: bool = False
     has_starts: bool = False
     has_alibi: bool = False
     bias_batch: int = 0
@@ -142,6 +143,7 @@ class Place(NamedTuple):
     row: Array  # first query row
     start: Array  # position of query row 0 among the keys
     keys: Array  # number of valid keys
+    queries: Array  # number of valid query rows
     first: Array
     last: Array
     clear_first: Array  # tiles clear_first .. clear_last - 1 need no mask
@@ -156,7 +158,7 @@ def _mod(a: Array, b: int) -> Array:
     return lax.rem(a, jnp.int32(b))
 
 
-def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
+def _place(problem: Problem, tile: Tile, item: Array, lengths, query_lengths, starts) -> Place:
     """Where work item `item` lies; a section of heads starts with its last query tiles."""
     tiles = -(-problem.num_queries // tile.block_q)
     section_heads = problem.heads_per_section(tile)
@@ -173,6 +175,10 @@ def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
         keys = jnp.clip(lengths[batch], 0, problem.num_keys)
     if starts is not None:
         start = jnp.clip(starts[batch], 0, problem.num_keys)
+    queries = jnp.int32(problem.num_queries)
+    if query_lengths is not None:
+        queries = query_lengths[batch]
+        keys = jnp.where(row < queries, keys, 0)
     seen_by_all, seen_by_any, first, clear_first = keys, keys, jnp.int32(0), jnp.int32(0)
     if problem.causal:
         seen_by_all = jnp.minimum(keys, row + start + 1)
@@ -184,7 +190,7 @@ def _place(problem: Problem, tile: Tile, item: Array, lengths, starts) -> Place:
         first = jnp.minimum(lax.div(oldest, jnp.int32(tile.block_kv)), last - 1)
         clear_first = _ceil_div(oldest + tile.block_q - 1, tile.block_kv)
     clear_last = lax.div(seen_by_all, jnp.int32(tile.block_kv))
-    return Place(batch, head, row, start, keys, first, last, clear_first, clear_last)
+    return Place(batch, head, row, start, keys, queries, first, last, clear_first, clear_last)
 
 
 def _for_each_item(problem: Problem, tile: Tile, sms: int, sm: Array, run: Callable) -> None:
@@ -260,6 +266,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     q_g, k_g, v_g = refs[:3]
     del refs[:3]
     lengths_g = refs.pop(0) if problem.has_lengths else None
+    query_lengths_g = refs.pop(0) if problem.has_query_lengths else None
     starts_g = refs.pop(0) if problem.has_starts else None
     slopes_g = refs.pop(0) if problem.has_alibi else None
     bias_g = refs.pop(0) if problem.bias_batch else None
@@ -271,7 +278,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     dtype, depth, consumers = q_g.dtype, tile.depth, tile.consumers
     factor = problem.scale * LOG2_E
     tail = bool(problem.num_keys % tile.block_kv)
-    mask_last = problem.causal or problem.has_lengths or tail
+    mask_last = problem.causal or problem.has_lengths or problem.has_query_lengths or tail
     registers = REGISTERS[consumers]
 
     def attend_rows(place, row, step):
@@ -371,6 +378,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 plgpu.barrier_arrive(q_empty.at[wg])
             add_values(p, steps - 1)
             inverse = jnp.where(total > 0, 1 / total, 0.0)
+            if query_lengths_g is not None:
+                index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+                inverse = jnp.where(index < place.queries - row, inverse, 0.0)
             values_added(steps - 1)
             o = load(o_ref)
             return o * _over_rows(inverse, o.shape)
@@ -419,7 +429,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         see_value_tile(steps - 1)
 
     def consume(item, step):
-        place = _place(problem, tile, item, lengths_g, starts_g)
+        place = _place(problem, tile, item, lengths_g, query_lengths_g, starts_g)
         row = place.row + wg * ROWS
         if problem.num_queries % tile.block_q == 0:
             attend_rows(place, row, step)
@@ -432,7 +442,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         return step + place.last - place.first
 
     def produce(item, step):
-        place = _place(problem, tile, item, lengths_g, starts_g)
+        place = _place(problem, tile, item, lengths_g, query_lengths_g, starts_g)
         kv_head = lax.div(place.head, jnp.int32(problem.group))
         for w in range(consumers):
             rows = pl.ds(place.row + w * ROWS, ROWS)
@@ -542,6 +552,7 @@ def attention(
     causal: bool,
     window: int | None,
     lengths: Int[Array, " B"] | None,
+    query_lengths: Int[Array, " B"] | None,
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
@@ -562,6 +573,7 @@ def attention(
       causal: Whether a query sees only keys up to its own position.
       window: Number of last keys a query sees.
       lengths: Number of valid keys.
+      query_lengths: Number of valid queries.
       query_starts: Position of the first query among the keys.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
@@ -597,6 +609,7 @@ def attention(
         causal=causal,
         window=window,
         has_lengths=lengths is not None,
+        has_query_lengths=query_lengths is not None,
         has_starts=query_starts is not None,
         has_alibi=alibi_slopes is not None,
         bias_batch=0 if bias is None else bias.shape[0],
@@ -609,7 +622,9 @@ def attention(
             f"{problem.head_dim}; an SM has {SMEM_BYTES}; use a smaller block_kv or depth"
         )
     operands = [q, k, v]
-    operands += [x.astype(jnp.int32) for x in (lengths, query_starts) if x is not None]
+    operands += [
+        x.astype(jnp.int32) for x in (lengths, query_lengths, query_starts) if x is not None
+    ]
     operands += [] if alibi_slopes is None else [alibi_slopes.astype(jnp.float32)]
     operands += [] if bias is None else [bias.astype(q.dtype)]
     items = problem.batch_size * problem.num_heads * -(-problem.num_queries // tile.block_q)

@@ -14,6 +14,7 @@ def attention_reference(
     causal: bool = False,
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
+    query_lengths: Int[Array, " B"] | None = None,
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
@@ -28,6 +29,7 @@ def attention_reference(
       causal: Whether a query sees only keys up to its own position.
       window: Number of last keys a query sees, its own position included.
       lengths: Number of valid keys of each sequence.
+      query_lengths: Number of valid queries of each sequence; the rows beyond are zero.
       query_starts: Position of query 0 of each sequence; 0 if None.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
@@ -48,6 +50,9 @@ def attention_reference(
     counts = jnp.broadcast_to(
         j < lengths[:, None, None, None], (batch_size, 1, num_queries, num_keys)
     )
+    if query_lengths is not None:
+        t = jnp.arange(num_queries)[None, None, :, None]
+        counts &= t < query_lengths[:, None, None, None]
     if causal:
         counts &= j <= i
     if window is not None:

@@ -17,6 +17,7 @@ class AttentionShape:
     causal: bool = False
     window: int | None = None
     lengths: bool = False
+    query_lengths: bool = False
     query_starts: bool = False
     alibi: bool = False
     bias_batch: int = 0
@@ -75,6 +76,8 @@ RAGGED = [
         lengths=True,
         query_starts=True,
     ),
+    _square("padded batch", 3, 640, 4, 64, lengths=True, query_lengths=True),
+    _square("padded causal batch", 3, 640, 4, 128, causal=True, lengths=True, query_lengths=True),
     _square("window", 2, 640, 4, 64, causal=True, window=100, lengths=True),
     _square("window, 128", 2, 640, 4, 128, causal=True, window=300),
     _square("alibi both ways", 2, 640, 4, 64, alibi=True),

@@ -1,8 +1,11 @@
 """Attention by XLA: the fallback on any device, with the scores in memory."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 
 def attention_xla(
@@ -14,16 +17,26 @@ def attention_xla(
     causal: bool,
     window: int | None,
     lengths: Int[Array, " B"] | None,
+    query_lengths: Int[Array, " B"] | None,
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
 ) -> Float[Array, "B T N H"]:
     """Runs jax.nn.dot_product_attention with every term materialised; see api.attention."""
-    position = jnp.arange(q.shape[1])[None, :, None]
+    row = position = jnp.arange(q.shape[1])[None, :, None]
     if query_starts is not None:
         position = position + query_starts[:, None, None]
     key = jnp.arange(k.shape[1])[None, None, :]
-    mask = _mask(position, key, causal, window, lengths)
+    parts = []
+    if causal:
+        parts.append(key <= position)
+    if window is not None:
+        parts.append(key > position - window)
+    if lengths is not None:
+        parts.append(key < lengths[:, None, None])
+    if query_lengths is not None:
+        parts.append(row < query_lengths[:, None, None])
+    mask = functools.reduce(operator.and_, parts) if parts else None
     if alibi_slopes is not None:
         distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
         alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
@@ -40,23 +53,3 @@ def attention_xla(
     if mask is None:
         return out
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
-
-
-def _mask(
-    position: Int[Array, "_ T 1"],
-    key: Int[Array, "1 1 S"],
-    causal: bool,
-    window: int | None,
-    lengths: Int[Array, " B"] | None,
-) -> Bool[Array, "_ _ S"] | None:
-    parts = []
-    if causal:
-        parts.append(key <= position)
-    if window is not None:
-        parts.append(key > position - window)
-    if lengths is not None:
-        parts.append(key < lengths[:, None, None])
-    mask = None
-    for part in parts:
-        mask = part if mask is None else mask & part
-    return mask

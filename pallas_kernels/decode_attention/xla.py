@@ -28,6 +28,7 @@ def decode_attention_xla(
         causal=True,
         window=None,
         lengths=jnp.clip(lengths, 0, k.shape[1]),
+        query_lengths=None,
         query_starts=lengths - num_tokens,
         alibi_slopes=alibi_slopes,
         bias=None,

@@ -22,6 +22,7 @@ def cases() -> list[Case]:
 def _names(shape: AttentionShape) -> list[str]:
     terms = {
         "lengths": shape.lengths,
+        "query_lengths": shape.query_lengths,
         "query_starts": shape.query_starts,
         "alibi_slopes": shape.alibi,
         "bias": shape.bias_batch,
@@ -95,6 +96,8 @@ def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
     if shape.lengths:
         drawn = jax.random.randint(keys[3], (b,), 0, s + 1)
         arrays.append(jnp.full(b, s, jnp.int32) if full else drawn)
+    if shape.query_lengths:
+        arrays.append(jnp.minimum(arrays[-1], t))
     if shape.query_starts:
         arrays.append(jax.random.randint(keys[4], (b,), 0, max(s - t, 0) + 1))
     if shape.alibi:
