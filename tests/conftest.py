@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from .fakes import FakeTimer
+
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -12,3 +14,8 @@ def pytest_collection_modifyitems(items):
     if marked and jax.default_backend() != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    return FakeTimer().install(monkeypatch)
