@@ -133,6 +133,19 @@ class ConfigFields:
         value = self._optional(name, None)
         return default if value is None else self._whole(name, value)
 
+    def counts(self, name: str) -> tuple[int, ...]:
+        """Returns a required list of positive whole numbers."""
+        values = self._required(name)
+        if not isinstance(values, list | tuple) or not values:
+            allowed = "a list of positive whole numbers is needed"
+            raise self.error(name, repr(values), allowed, "correct it")
+        return tuple(self._whole(name, value) for value in values)
+
+    def index_or(self, name: str, default: int) -> int:
+        """Returns a whole number from 0 on; an absent or null field has the default."""
+        value = self._optional(name, None)
+        return default if value is None or value == 0 else self._whole(name, value)
+
     def section(self, name: str) -> "ConfigFields | None":
         """Returns the fields of an object inside; None where it is absent or null."""
         value = self._optional(name, None)

@@ -23,24 +23,29 @@ class Leaf:
       path: Name of the parameter in the module, joined by dots.
       axes: The configuration field behind each axis of the stored tensor, for messages.
       permutation: Order in which the stored axes are taken; None keeps them.
+      num_unit_axes: Axes of length 1 at the end of the stored tensor that the parameter lacks.
+      statistic: Whether it is no parameter but a statistic of the training data, loaded all the
+        same but not counted.
     """
 
     key: str
     path: str
     axes: tuple[str, ...]
     permutation: tuple[int, ...] | None = None
+    num_unit_axes: int = 0
+    statistic: bool = False
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that the file must hold for a parameter of the given shape."""
-        if self.permutation is None:
-            return shape
-        stored = [0] * len(shape)
-        for position, axis in enumerate(self.permutation):
+        stored = list(shape)
+        for position, axis in enumerate(self.permutation or ()):
             stored[axis] = shape[position]
-        return tuple(stored)
+        return (*stored, *(1,) * self.num_unit_axes)
 
     def arrange(self, tensor: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Brings a stored tensor into the module's layout, on the tensor's device."""
+        if self.num_unit_axes:
+            tensor = tensor.reshape(tensor.shape[: -self.num_unit_axes])
         return tensor if self.permutation is None else jnp.transpose(tensor, self.permutation)
 
 
@@ -65,6 +70,11 @@ class Tie:
     equals: str
 
 
+def attention_mask(_: object, inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Returns the mask of a forward pass's inputs, where every position of it is one token."""
+    return inputs.get("attention_mask")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family[C, M: nnx.Module]:
     """Everything that loading and converting must know about one kind of model.
@@ -83,6 +93,7 @@ class Family[C, M: nnx.Module]:
       dropped: What a file may hold besides.
       ties: Which of these must equal another tensor.
       tied_by_default: What an absent tie_word_embeddings means.
+      token_mask: Which tokens of (configuration, inputs) are real; None = all.
       example: Fixed inputs of a forward pass.
       probe: Named intermediate and final values of a forward pass on such inputs.
     """
@@ -102,6 +113,7 @@ class Family[C, M: nnx.Module]:
     example: Callable[[C], dict[str, np.ndarray]]
     probe: Callable[[M, Mapping[str, Array | np.ndarray]], dict[str, Array]]
     tied_by_default: bool = True
+    token_mask: Callable[[C, Mapping[str, np.ndarray]], np.ndarray | None] = attention_mask
 
     def field_names(self) -> list[str]:
         """Returns the names of the configuration's fields."""
@@ -132,14 +144,36 @@ def norm(key: str, path: str, *, features: str) -> tuple[Leaf, Leaf]:
     return scale, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(features,))
 
 
+def pointwise(key: str, path: str, *, outputs: str, inputs: str) -> Leaf:
+    """Returns the leaf of a torch Conv1d of width 1 without bias, [out, in, 1], as a Linear."""
+    return Leaf(
+        key=f"{key}.weight",
+        path=f"{path}.kernel",
+        axes=(outputs, inputs, inputs),
+        permutation=(1, 0),
+        num_unit_axes=1,
+    )
+
+
+def batch_norm(key: str, path: str, *, features: str) -> tuple[Leaf, ...]:
+    """Returns the leaves of a torch BatchNorm: two parameters and two statistics."""
+    mean, var = (
+        Leaf(key=f"{key}.running_{name}", path=f"{path}.{name}", axes=(features,), statistic=True)
+        for name in ("mean", "var")
+    )
+    return (*norm(key, path, features=features), mean, var)
+
+
 def embedding(key: str, path: str, *, rows: str, features: str) -> Leaf:
     """Returns the leaf of a torch Embedding."""
     return Leaf(key=f"{key}.weight", path=f"{path}.embedding", axes=(rows, features))
 
 
-def abstract_parameters(module: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every variable of a module, by its dotted path."""
-    flat = nnx.to_flat_state(nnx.state(module))
+def abstract_parameters(
+    module: nnx.Module, kind: type[nnx.Variable] = nnx.Variable
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every variable of a kind, by its dotted path."""
+    flat = nnx.to_flat_state(nnx.state(module, kind))
     return {".".join(map(str, path)): tuple(variable.shape) for path, variable in flat}
 
 

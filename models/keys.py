@@ -130,8 +130,12 @@ def match[C, M: nnx.Module](
         unexpected=tuple(spare[key].key for key, label in labels.items() if label is None),
         dropped=Counter(label for label in labels.values() if label is not None),
         tied=tuple(tied),
-        num_parameters=sum(math.prod(source.header.shape) for source in sources),
-        num_expected=count_parameters(shapes),
+        num_parameters=sum(
+            math.prod(source.header.shape) for source in sources if not source.leaf.statistic
+        ),
+        num_expected=count_parameters(
+            {leaf.path: shapes[leaf.path] for leaf in leaves.values() if not leaf.statistic}
+        ),
         faults=tuple(sorted(faults) + tie_faults),
     )
     if not report.is_exact:
@@ -146,9 +150,8 @@ def _current_keys(
     family: Family, headers: Mapping[str, TensorHeader], origin: str
 ) -> dict[str, TensorHeader]:
     """Returns the headers by key without prefix and in today's spelling."""
-    base = tuple(f"{part}." for part in family.base)
     prefixed = [key for key in headers if key.startswith(family.prefix)]
-    bare = [key for key in headers if key.startswith(base)]
+    bare = [key for key in headers if _first_part(key) in family.base]
     if prefixed and bare:
         raise KeyMismatchError(
             f"{origin}: {len(prefixed)} tensors have the prefix {family.prefix!r}, {len(bare)} of"
@@ -157,7 +160,7 @@ def _current_keys(
     current: dict[str, TensorHeader] = {}
     for key, header in headers.items():
         inner = key.removeprefix(family.prefix)
-        name = _modern(inner if inner.startswith(base) else key)
+        name = _modern(inner if _first_part(inner) in family.base else key)
         if name in current:
             both = " and ".join(sorted((key, current[name].key)))
             raise KeyMismatchError(
@@ -165,6 +168,10 @@ def _current_keys(
             )
         current[name] = header
     return current
+
+
+def _first_part(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _modern(key: str) -> str:

@@ -112,7 +112,8 @@ def run[C, M: nnx.Module](
     graphdef, state = nnx.split(cast(family, config, module, "float32"))
     with jax.default_matmul_precision("highest"):
         values = jax.device_get(_probe(family.probe, graphdef, state, dict(inputs)))
-    return {name: unpadded(value, inputs) for name, value in values.items()}
+    mask = family.token_mask(config, inputs)
+    return {name: unpadded(value, mask) for name, value in values.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -121,10 +122,9 @@ def _probe(probe, graphdef, state, inputs):
 
 
 def unpadded(
-    value: Shaped[np.ndarray, "..."], inputs: Mapping[str, np.ndarray]
+    value: Shaped[np.ndarray, "..."], mask: Shaped[np.ndarray, "B T"] | None
 ) -> Shaped[np.ndarray, "..."]:
     """Drops the padded positions of a value per token; other values are returned whole."""
-    mask = inputs.get("attention_mask")
     if mask is None or value.ndim != 3:
         return value
     return value[mask != 0]
@@ -154,8 +154,9 @@ def errors_against[C, M: nnx.Module](
             f"it has {', '.join(sorted(reference.outputs))}, the model {', '.join(sorted(actual))}",
         )
     errors = {}
+    mask = family.token_mask(config, reference.inputs)
     for name, value in actual.items():
-        expected = unpadded(reference.outputs[name], reference.inputs)
+        expected = unpadded(reference.outputs[name], mask)
         if value.shape != expected.shape:
             raise _foreign(reference, f"{name} has shape {expected.shape}, not {value.shape}")
         errors[name] = float(np.max(np.abs(value - expected)) / np.std(expected))

@@ -1,0 +1,48 @@
+"""How Conformer attention knows positions: by a table of differences, or by rotation.
+
+Both tables are computed in f32 for the length at hand; nothing is stored.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# The slowest wave of the table of differences.
+RELATIVE_BASE = 10000.0
+
+
+def relative_table(length: int, features: int) -> Float[Array, "R D"]:
+    """Returns sin at even and cos at odd features for the differences length - 1 to 1 - length."""
+    exponents = jnp.arange(0, features, 2).astype(jnp.float32) / features
+    differences = jnp.arange(length - 1, -length, -1).astype(jnp.float32)
+    angles = jnp.outer(differences, RELATIVE_BASE**-exponents)
+    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(-1, features)
+
+
+def shift(scores: Float[Array, "B N T R"]) -> Float[Array, "B N T T"]:
+    """Turns scores by difference into scores by key: out[i, j] = scores[i, T - 1 - i + j].
+
+    A column in front makes the rows one longer, so that cut anew into rows of the old length each
+    starts one further to the left than the row above. Source: Dai et al. 2019, appendix B.
+    """
+    *lead, length, rows = scores.shape
+    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (1, 0)))
+    cut = padded.reshape(*lead, rows + 1, length)[:, :, 1:]
+    return cut.reshape(scores.shape)[..., :length]
+
+
+def rotary_table(length: int, head_dim: int, base: float) -> Float[Array, "2 T half"]:
+    """Returns cos and sin of the angle that each pair of features is turned by at each position."""
+    exponents = jnp.arange(0, head_dim, 2).astype(jnp.float32) / head_dim
+    angles = jnp.outer(jnp.arange(length).astype(jnp.float32), base**-exponents)
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def rotate(
+    x: Float[Array, "B T D"], table: Float[Array, "2 T half"], num_heads: int
+) -> Float[Array, "B T D"]:
+    """Turns the pairs (i, i + H / 2) of the features of every head, in f32."""
+    heads = x.reshape(*x.shape[:2], num_heads, -1).astype(jnp.float32)
+    first, second = jnp.split(heads, 2, axis=-1)
+    cos, sin = (jnp.broadcast_to(wave[:, None, :], first.shape) for wave in (table[0], table[1]))
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,589 @@
+import dataclasses
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import models
+from models import conformer
+from models.conformer import check_frames
+from models.conformer_checkpoint import FAMILY, encoder_key_map, key_map
+from models.conformer_positions import relative_table, rotary_table, rotate, shift
+from models.keymap import abstract_parameters, count_parameters
+from models.numeric import TOLERANCE, errors_against, read_reference
+from models.parameters import Parameter, fill, fingerprint, parameters_of
+from models.wav2vec2_conformer import check_audio, count_frames, frame_mask, least_samples
+
+DATA = Path(__file__).parent / "data"
+NAMES = json.loads((DATA / "conformer" / "names.json").read_text())["classes"]
+POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state")
+VALUES = [
+    *(("conformer", point) for point in (*POINTS, "logits")),
+    *(("conformer_rotary", point) for point in POINTS),
+]
+
+# Of Wav2Vec2ConformerModel's encoder without pos_conv_embed, counted in torch.
+CONFORMER_L = 107_469_312
+# pos_conv_embed (weight, norm and bias) and masked_spec_embed, which no forward pass uses.
+UNUSED = 1024 * 64 * 128 + 128 + 1024 + 1024
+
+
+@cache
+def load(name="conformer", dtype=None):
+    return models.load(DATA / name, dtype)
+
+
+@cache
+def errors_of(name):
+    return errors(load(name), name)
+
+
+def errors(model, name="conformer"):
+    reference = read_reference(DATA / name / "reference.npz")
+    return errors_against(FAMILY, model.config, model, reference)
+
+
+def worst(model, name="conformer"):
+    return max(errors(model, name).values())
+
+
+def changed(model, config=None, **new):
+    """The model with a changed configuration or some parameters replaced by f(parameter)."""
+    values = [
+        Parameter(path=p.path, value=new[p.path](p.value)) if p.path in new else p
+        for p in parameters_of(model)
+    ]
+    return fill(FAMILY, config or model.config, "float32", values)
+
+
+def call(model, **arguments):
+    """The model's output by the jitted function, which compiles once for all tests of a shape."""
+    graphdef, state = nnx.split(model)
+    return _call(graphdef, state, arguments)
+
+
+@partial(jax.jit, static_argnums=0)
+def _call(graphdef, state, arguments):
+    return nnx.merge(graphdef, state)(**arguments)
+
+
+def audio(batch_size=2, samples=400):
+    """Rows of noise, every second one padded on the right."""
+    generator = np.random.default_rng(batch_size)
+    mask = np.ones((batch_size, samples), np.int32)
+    mask[1::2, 250:] = 0
+    values = generator.normal(size=mask.shape).astype(np.float32) * mask
+    return {"input_values": values, "attention_mask": mask}
+
+
+def trace(model, **arguments):
+    graphdef, state = nnx.split(model)
+    return jax.make_jaxpr(lambda s, given: nnx.merge(graphdef, s)(**given))(state, arguments)
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def tensors(name="Wav2Vec2ConformerForCTC"):
+    """The good fixture's tensors under the names of a class, the rest of them random."""
+    good, generator = load_file(DATA / "conformer" / "model.safetensors"), np.random.default_rng(0)
+    prefix = "wav2vec2_conformer."
+    return {
+        key: good[key]
+        if key in good
+        else good.get(f"{prefix}{key}", generator.normal(size=shape).astype(np.float32))
+        for key, shape in NAMES[name].items()
+    }
+
+
+def fields_of(name="conformer", **change):
+    fields = json.loads((DATA / name / "config.json").read_text()) | change
+    return {name: value for name, value in fields.items() if value is not ...}
+
+
+def make(folder, found, **config):
+    """A folder with some tensors and the good configuration, or a changed one."""
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields_of(**config)))
+    return folder
+
+
+def refused(folder):
+    with pytest.raises(models.KeyMismatchError) as caught:
+        models.load(folder)
+    return str(caught.value)
+
+
+# The forward pass
+
+
+@pytest.mark.parametrize(("name", "point"), VALUES)
+def test_value_agrees_with_transformers(name, point):
+    assert errors_of(name)[point] <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
+def test_every_value_of_the_reference_is_compared(name):
+    assert sorted(errors_of(name)) == sorted(point for n, point in VALUES if n == name)
+
+
+def test_reference_is_compared_at_the_frames_of_real_audio_alone():
+    inputs = read_reference(DATA / "conformer" / "reference.npz").inputs
+    mask = FAMILY.token_mask(load().config, inputs)
+    assert mask.shape == (2, 19)
+    assert mask.sum(axis=1).tolist() == [19, 12]
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("encoder.layers.0.convolution.batch_norm.mean", jnp.zeros_like),
+        ("encoder.layers.1.convolution.batch_norm.mean", jnp.zeros_like),
+        ("encoder.layers.0.convolution.batch_norm.var", jnp.ones_like),
+        ("encoder.layers.1.convolution.batch_norm.var", jnp.ones_like),
+        ("encoder.layers.0.convolution.batch_norm.scale", jnp.ones_like),
+        ("encoder.layers.0.convolution.depthwise", lambda x: x[::-1]),
+        ("encoder.layers.1.convolution.output.kernel", jnp.transpose),
+        ("encoder.layers.0.convolution.gated.kernel", lambda x: jnp.roll(x, 24, axis=1)),
+        ("encoder.layers.0.attention.query.kernel", jnp.transpose),
+        ("encoder.layers.0.attention.position.kernel", jnp.transpose),
+        ("encoder.layers.0.attention.output.kernel", jnp.transpose),
+        ("encoder.layers.0.attention.content_bias", jnp.zeros_like),
+        ("encoder.layers.0.attention.position_bias", jnp.zeros_like),
+        ("encoder.layers.0.mlp_after.norm.bias", jnp.zeros_like),
+        ("convolutions.0.kernel", lambda x: x[::-1]),
+        ("convolutions.1.bias", jnp.zeros_like),
+        ("projection.norm.scale", jnp.ones_like),
+        ("head.bias", jnp.zeros_like),
+    ],
+)
+def test_wrong_variable_is_noticed(path, fault):
+    assert worst(changed(load(), **{path: fault})) > 0.01
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda scores: scores[..., : scores.shape[2]],
+        lambda scores: shift(scores[..., ::-1]),
+        lambda scores: jnp.roll(shift(scores), 1, axis=-1),
+    ],
+    ids=["unshifted", "reversed", "one-off"],
+)
+def test_wrong_relative_shift_is_noticed(monkeypatch, fault):
+    monkeypatch.setattr(conformer, "shift", fault)
+    base = float(np.random.default_rng().uniform(3, 9))
+    # The base is not used with relative positions: a new one has the model traced anew.
+    model = changed(load(), dataclasses.replace(load().config, rotary_base=base))
+    assert errors(model)["hidden_block_0"] > 0.1
+
+
+@pytest.mark.parametrize("change", [{"rotary_base": 1000.0}, {"activation": "gelu_tanh"}])
+def test_wrong_rotary_constant_is_noticed(change):
+    model = load("conformer_rotary")
+    found = worst(changed(model, dataclasses.replace(model.config, **change)), "conformer_rotary")
+    assert found > 10 * TOLERANCE
+
+
+def test_wrong_activation_of_the_audio_is_noticed():
+    config = dataclasses.replace(load().config, conv_activation="gelu_tanh")
+    assert errors(changed(load(), config))["hidden_embedding"] > 10 * TOLERANCE
+
+
+def test_norm_over_time_is_not_one_over_channels():
+    model = changed(load("conformer_rotary"), **{"convolutions.0.norm.scale": jnp.ones_like})
+    assert worst(model, "conformer_rotary") > 0.1
+
+
+def test_ignored_mask_is_noticed():
+    expected = read_reference(DATA / "conformer" / "reference.npz")
+    output = call(load(), input_values=expected.inputs["input_values"])
+    difference = np.abs(output.logits - expected.outputs["logits"]).max(axis=(1, 2))
+    assert difference[0] < 1e-4
+    assert difference[1] > 0.1
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_shift_takes_the_column_of_the_difference(length):
+    rows = 2 * length - 1
+    scores = np.arange(2 * 3 * length * rows, dtype=np.float32).reshape(2, 3, length, rows)
+    expected = [
+        [scores[:, :, i, length - 1 - (i - j)] for j in range(length)] for i in range(length)
+    ]
+    np.testing.assert_array_equal(shift(jnp.asarray(scores)), np.moveaxis(expected, (0, 1), (2, 3)))
+
+
+def test_relative_table_has_waves_of_falling_differences():
+    differences = np.arange(4, -5, -1)[:, None]
+    angles = differences / 10000 ** (np.arange(0, 6, 2) / 6)
+    expected = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(9, 6)
+    np.testing.assert_allclose(relative_table(5, 6), expected, atol=1e-6)
+
+
+def test_rotation_multiplies_pairs_as_complex_numbers():
+    x = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
+    heads = x.reshape(2, 5, 2, 6)
+    angles = np.outer(np.arange(5), 100.0 ** -(np.arange(0, 6, 2) / 6))[:, None, :]
+    turned = (heads[..., :3] + 1j * heads[..., 3:]) * np.exp(1j * angles)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    rotated = rotate(jnp.asarray(x), rotary_table(5, 6, 100.0), 2)
+    np.testing.assert_allclose(rotated, expected, atol=1e-5)
+
+
+def test_frames_are_counted_as_the_convolutions_make_them():
+    config = load().config
+    shape = trace(load(), input_values=np.zeros((1, 400), np.float32)).out_avals[1].shape
+    assert shape == (1, count_frames(config, 400), 13)
+    assert least_samples(config) == 30
+    assert (count_frames(config, 30), count_frames(config, 29)) == (1, 0)
+
+
+def test_frame_mask_keeps_the_frames_that_lie_in_the_audio_whole():
+    mask = np.zeros((4, 400), np.int32)
+    mask[0], mask[1, :250], mask[2, :30], mask[3, :29] = 1, 1, 1, 1
+    assert frame_mask(load().config, mask).sum(axis=1).tolist() == [19, 12, 1, 0]
+
+
+def test_shortest_audio_is_accepted():
+    shapes = [a.shape for a in trace(load(), input_values=np.ones((2, 30), np.float32)).out_avals]
+    assert shapes == [(2, 1, 24), (2, 1, 13)]
+
+
+def test_row_without_audio_is_finite():
+    given = audio()
+    given["attention_mask"][1] = 0
+    assert np.isfinite(call(load(), **given).logits).all()
+
+
+def test_padded_samples_do_not_reach_the_frames_of_audio():
+    given = audio()
+    other = given | {"input_values": given["input_values"] + 9 * (1 - given["attention_mask"])}
+    one, two = (call(load(), **g).logits for g in (given, other))
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(one[1, :12], two[1, :12])
+
+
+@pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
+def test_row_does_not_reach_others(name):
+    given = audio()
+    values = given["input_values"]
+    other = given | {"input_values": np.stack([values[0], -values[1] + 0.5])}
+    one, two = (call(load(name), **g).last_hidden_state for g in (given, other))
+    np.testing.assert_array_equal(one[0], two[0])
+    assert np.abs(one[1] - two[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
+def test_any_batch_size_traces_to_the_same_operations(name, batch_size):
+    def operations(size):
+        jaxpr = trace(load(name), **audio(size))
+        return [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
+
+    assert operations(batch_size) == operations(2)
+
+
+def test_boolean_mask_is_the_same_as_integers():
+    mask, config = audio()["attention_mask"], load().config
+    np.testing.assert_array_equal(frame_mask(config, mask), frame_mask(config, mask == 1))
+
+
+def test_every_operation_has_a_scope():
+    jaxpr = trace(load(), **audio())
+    scopes = {str(e.source_info.name_stack).split("/")[0] for e in jaxpr.jaxpr.eqns}
+    blocks = {"mlp_before", "attention", "convolution", "mlp_after"}
+    assert scopes == {"features", "frame_mask", "mask", "positions", "norm", "head"} | blocks
+
+
+def test_bfloat16_model_takes_norms_and_softmax_in_float32():
+    jaxpr = trace(load(dtype="bfloat16"), **audio())
+    found = {
+        equation.primitive.name: equation.invars[0].aval.dtype
+        for equation in equations(jaxpr.jaxpr)
+        if equation.primitive.name in {"reduce_max", "rsqrt", "exp", "logistic", "erfc"}
+    }
+    assert len(found) == 5
+    assert set(found.values()) == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
+def test_bfloat16_products_and_convolutions_stay_in_bfloat16(name):
+    jaxpr = trace(load(name, dtype="bfloat16"), **audio())
+    kinds = {"dot_general", "conv_general_dilated"}
+    found = [e for e in equations(jaxpr.jaxpr) if e.primitive.name in kinds]
+    assert {v.aval.dtype for e in found for v in e.invars} == {jnp.dtype("bfloat16")}
+    assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype("bfloat16")}
+
+
+def test_output_is_a_frozen_tree_under_its_field_names():
+    output = call(load(), **audio())
+    leaves, _ = jax.tree_util.tree_flatten_with_path(output)
+    assert [str(path[0]) for path, _ in leaves] == [".last_hidden_state", ".logits"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        output.logits = None
+
+
+def test_features_have_no_logits():
+    assert call(load("conformer_rotary"), **audio()).logits is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "message"),
+    [
+        ((400,), None, r"shape is \(400,\); \[batch, samples\]"),
+        ((2, 29), None, "29 samples make no frame; 30 or more"),
+        ((2, 0), None, "0 samples make no frame"),
+        ((2, 400), (2, 19), r"attention_mask\): shape is \(2, 19\)"),
+    ],
+)
+def test_audio_that_does_not_fit_is_refused(shape, mask, message):
+    with pytest.raises(models.InputError, match=message):
+        check_audio(load().config, shape, mask)
+
+
+# The encoder by itself
+
+
+def test_encoder_agrees_with_the_same_encoder_behind_audio():
+    reference = read_reference(DATA / "conformer" / "reference.npz")
+    mask = np.asarray(frame_mask(load().config, reference.inputs["attention_mask"]))
+    states = reference.outputs["hidden_embedding"]
+    output = call(load().encoder, hidden_states=states, attention_mask=mask)
+    expected = reference.outputs["last_hidden_state"][mask]
+    difference = np.abs(np.asarray(output.last_hidden_state)[mask] - expected)
+    assert difference.max() <= TOLERANCE * expected.std()
+    assert output.logits is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "message"),
+    [
+        ((2, 19), None, r"\[batch, frames, 24\] is needed"),
+        ((2, 19, 25), None, r"\[batch, frames, 24\] is needed"),
+        ((2, 0, 24), None, "at least one frame"),
+        ((2, 19, 24), (2, 18), r"attention_mask\): shape is \(2, 18\)"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(shape, mask, message):
+    with pytest.raises(models.InputError, match=message):
+        check_frames(load().config, shape, mask)
+
+
+def test_conformer_l_has_the_known_number_of_parameters():
+    config = models.ConformerConfig.conformer_l()
+    model = nnx.eval_shape(lambda: models.ConformerEncoder(config, rngs=nnx.Rngs(0)))
+    assert count_parameters(abstract_parameters(model, nnx.Param)) == CONFORMER_L
+    assert {leaf.path for leaf in encoder_key_map(config)} == set(abstract_parameters(model))
+
+
+def test_conformer_l_traces_in_bfloat16():
+    config = models.ConformerConfig.conformer_l()
+    model = nnx.eval_shape(
+        lambda: models.ConformerEncoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+    )
+    graphdef, state = nnx.split(model)
+    frames = jax.ShapeDtypeStruct((32, 512, 512), jnp.bfloat16)
+    output = jax.eval_shape(lambda s, x: nnx.merge(graphdef, s)(x), state, frames)
+    last = output.last_hidden_state
+    assert (last.shape, last.dtype) == ((32, 512, 512), jnp.bfloat16)
+
+
+# Sizes and configuration
+
+
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [
+        (models.Wav2Vec2ConformerConfig.large(), 618_591_904),
+        (models.Wav2Vec2ConformerConfig.large_rotary(), 593_376_928),
+    ],
+    ids=["relative", "rotary"],
+)
+def test_full_size_model_has_the_known_number_of_parameters(config, total):
+    model = nnx.eval_shape(lambda: models.Wav2Vec2ConformerModel(config, rngs=nnx.Rngs(0)))
+    # The total counts a convolution that is stored, never called, and dropped; see below.
+    assert count_parameters(abstract_parameters(model, nnx.Param)) + UNUSED == total
+    assert {leaf.path for leaf in key_map(config)} == set(abstract_parameters(model))
+
+
+def test_statistics_are_no_parameters():
+    model = load()
+    shapes, counted = abstract_parameters(model), abstract_parameters(model, nnx.Param)
+    assert sorted({path.rpartition(".")[2] for path in set(shapes) - set(counted)}) == [
+        "mean",
+        "var",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0, "mlp_dim": -1}, "num_layers is 0, mlp_dim is -1"),
+        ({"num_heads": 7}, "embed_dim is 1024 with 7 heads"),
+        ({"num_heads": 1024, "positions": "rotary"}, "rotary positions need a multiple of 2048"),
+        ({"kernel_size": 32}, "kernel_size is 32; only an odd one"),
+        ({"conv_kernels": (3, 3)}, "7, 2, 7 convolution dims, kernels and strides"),
+        ({"conv_dims": (0,) * 7}, "convolutions have sizes 0"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(models.ConfigError, match=message):
+        dataclasses.replace(models.Wav2Vec2ConformerConfig.large(), **change)
+
+
+def test_tiny_config_is_that_of_its_file():
+    config = models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of())
+    assert config == models.Wav2Vec2ConformerConfig(
+        num_layers=2,
+        embed_dim=24,
+        mlp_dim=40,
+        num_heads=6,
+        kernel_size=7,
+        positions="relative",
+        conv_dims=(12, 16, 20),
+        conv_kernels=(10, 3, 2),
+        conv_strides=(5, 2, 2),
+        conv_bias=True,
+        conv_norm="layer",
+        vocab_size=13,
+        blank_id=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_embeddings_type": None}, "position_embeddings_type is None"),
+        ({"add_adapter": True}, "add_adapter is True"),
+        ({"use_weighted_layer_sum": True}, "use_weighted_layer_sum is True"),
+        ({"conv_depthwise_kernel_size": 8}, "conv_depthwise_kernel_size is 8; an odd number"),
+        ({"feat_extract_norm": "batch"}, "feat_extract_norm is 'batch'"),
+        ({"feat_extract_activation": "relu"}, "feat_extract_activation is 'relu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"conv_dim": 512}, "conv_dim is 512; a list"),
+        ({"conv_stride": [5, 0, 2]}, "conv_stride is 0"),
+        ({"conv_kernel": [10, 3]}, "3, 2, 3 convolution dims"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"pad_token_id": -1}, "pad_token_id is -1"),
+        ({"layer_norm_eps": ...}, "layer_norm_eps is missing"),
+        ({"architectures": ["Wav2Vec2ConformerForXVector"]}, "Wav2Vec2ConformerForXVector"),
+    ],
+)
+def test_unsupported_field_is_refused_by_name(change, message):
+    with pytest.raises(models.ConfigError, match=message):
+        models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of(**change))
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("conv_bias", False), ("feat_extract_norm", "group"), ("rotary_embedding_base", 10000)],
+)
+def test_absent_field_has_the_default_of_transformers(name, default):
+    parse = models.Wav2Vec2ConformerConfig.from_hugging_face
+    assert parse(fields_of(**{name: ...})) == parse(fields_of(**{name: default}))
+
+
+# Folders
+
+
+def test_unused_tensors_are_dropped_by_name():
+    lines = []
+    models.load(DATA / "conformer_rotary", report=lines.append)
+    assert lines[0] == (
+        "config   wav2vec2-conformer, Wav2Vec2ConformerModel: 2 layers x 24, rotary positions"
+    )
+    assert lines[1] == (
+        "keys     77 read, 0 missing, 0 unexpected, 7 dropped (inv_freq 1, num_batches_tracked 2,"
+        " pos_conv_embed 3, masked_spec_embed 1), 0 tied"
+    )
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2ConformerModel", "Wav2Vec2ConformerForPreTraining"])
+def test_features_of_other_classes_are_the_same(tmp_path, name):
+    model = models.load(make(tmp_path / "m", tensors(name), architectures=[name]))
+    assert model.head is None
+    expected = {p.path: p.value for p in parameters_of(load()) if not p.path.startswith("head.")}
+    found = {p.path: p.value for p in parameters_of(model)}
+    assert found.keys() == expected.keys()
+    assert all((found[path] == expected[path]).all() for path in found)
+
+
+def test_old_spelling_of_weight_norm_is_dropped(tmp_path):
+    old = {"original0": "weight_g", "original1": "weight_v"}
+    found = {}
+    for key, value in tensors().items():
+        owner, _, last = key.rpartition(".")
+        renamed = f"{owner.removesuffix('.parametrizations.weight')}.{old.get(last, last)}"
+        found[renamed] = value
+    assert fingerprint(models.load(make(tmp_path / "m", found))) == fingerprint(load())
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_missing_statistic_is_named(tmp_path, name):
+    key = f"encoder.layers.1.conv_module.batch_norm.{name}"
+    found = tensors()
+    del found[f"wav2vec2_conformer.{key}"]
+    assert f"missing     {key}" in refused(make(tmp_path / "m", found))
+
+
+def test_file_without_the_number_of_batches_is_read(tmp_path):
+    found = {k: v for k, v in tensors().items() if not k.endswith("num_batches_tracked")}
+    assert fingerprint(models.load(make(tmp_path / "m", found))) == fingerprint(load())
+
+
+def test_unknown_tensor_is_unexpected(tmp_path):
+    extra = {"wav2vec2_conformer.adapter.proj.weight": np.ones((2, 2), np.float32)}
+    message = refused(make(tmp_path / "m", tensors() | extra))
+    assert "unexpected  wav2vec2_conformer.adapter.proj.weight" in message
+
+
+def test_relative_tensors_do_not_fit_rotary_positions(tmp_path):
+    message = refused(make(tmp_path / "m", tensors(), position_embeddings_type="rotary"))
+    assert "6 unexpected" in message
+    assert "encoder.layers.0.self_attn.pos_bias_u" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_depthwise_kernel_size": 5}, "wanted [24, 1, 5] by conv_depthwise_kernel_size 5"),
+        ({"conv_kernel": [9, 3, 2]}, "wanted [12, 1, 9] by conv_kernel [9, 3, 2]"),
+        ({"num_attention_heads": 4}, "wanted [4, 6] by num_attention_heads 4, hidden_size 24"),
+        ({"vocab_size": 14}, "wanted [14, 24] by vocab_size 14"),
+        ({"intermediate_size": 41}, "wanted [41, 24] by intermediate_size 41"),
+    ],
+)
+def test_wrong_shape_names_the_field_at_fault(tmp_path, change, message):
+    assert message in refused(make(tmp_path / "m", tensors(), **change))
+
+
+def test_convolution_of_another_width_is_no_linear(tmp_path):
+    key = "wav2vec2_conformer.encoder.layers.0.conv_module.pointwise_conv2.weight"
+    found = tensors()
+    found[key] = np.repeat(found[key], 2, axis=2)
+    message = refused(make(tmp_path / "m", found))
+    assert f"{key} has shape [24, 24, 2], wanted [24, 24, 1]" in message
+
+
+def test_conversion_is_checked_against_the_reference_and_loads_again(tmp_path):
+    source = DATA / "conformer"
+    report = models.convert(
+        source, tmp_path / "m", reference=source / "reference.npz", report=lambda _: None
+    )
+    assert max(report.numeric.errors.values()) <= TOLERANCE
+    again = models.load(tmp_path / "m", verify=True)
+    assert again.config == load().config
+    assert fingerprint(again) == fingerprint(load())
