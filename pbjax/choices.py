@@ -20,6 +20,7 @@ class Choice:
     """Which split programs to build for a batch, and what that rests on.
 
     Attributes:
+      batch_size: Rows of the batch.
       ways: Split programs to build, the one predicted to be fastest first.
       unsplit_s: Predicted seconds of the whole batch at once; None if it was not predicted.
       search: The search, if there was one.
@@ -29,6 +30,7 @@ class Choice:
       warnings: Things that changed a result or a cost.
     """
 
+    batch_size: int
     ways: tuple[Way, ...] = ()
     unsplit_s: float | None = None
     search: SearchResult | None = None
@@ -52,6 +54,7 @@ def searched(measurements: Measurements, batch_size: int) -> Choice:
     split = [candidate for count, candidate in result.by_count.items() if count > 1]
     split.sort(key=lambda candidate: (candidate.prediction.makespan_s, -len(candidate.staggers)))
     return Choice(
+        batch_size=batch_size,
         ways=tuple(_way(candidate) for candidate in split),
         unsplit_s=result.by_count[1].prediction.makespan_s,
         search=result,
@@ -82,6 +85,7 @@ def forced(analysis: Analysis, measurements: Measurements, split: Split) -> Choi
     whole = Split(sizes=(split.batch_size,))
     evaluator = Evaluator(measurements.outline, measurements.profile)
     return Choice(
+        batch_size=analysis.batch.batch_size,
         ways=(_way(candidate),) if len(split.sizes) > 1 else (),
         unsplit_s=evaluator.evaluate(whole, (0,)).makespan_s,
         measurements=measurements,
@@ -119,6 +123,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         if getattr(plan, name) != value
     ]
     return Choice(
+        batch_size=plan.batch_size,
         ways=(way,) if len(plan.sizes) > 1 else (),
         unsplit_s=plan.predicted.unsplit,
         plan=plan,

@@ -100,7 +100,9 @@ def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Co
         return analysis.model.apply(jax.tree.unflatten(params_tree, weights), *inputs)
 
     params = tuple(jax.tree.leaves(analysis.model.params))
-    return _compiled(analysis, unsplit, tuple, lambda: params, leaves, way, {})
+    return _compiled(
+        analysis, unsplit, leaves, way, pack=tuple, own_weights=lambda: params, options={}
+    )
 
 
 def compile_split(
@@ -136,7 +138,15 @@ def compile_split(
         return jax.tree.unflatten(out_tree, run(weights, leaves))
 
     options = overlap_options() if any(way.staggers) else {}
-    return _compiled(analysis, split, weights.pack, lambda: weights.own, leaves, way, options)
+    return _compiled(
+        analysis,
+        split,
+        leaves,
+        way,
+        pack=weights.pack,
+        own_weights=lambda: weights.own,
+        options=options,
+    )
 
 
 def verify(
@@ -198,10 +208,11 @@ def measure(
 def _compiled(
     analysis: Analysis,
     function: Callable,
-    pack: Callable[[Sequence[Array]], tuple[Array, ...]],
-    own_weights: Callable[[], tuple[Array, ...]],
     leaves: Sequence[Array],
     way: Way,
+    *,
+    pack: Callable[[Sequence[Array]], tuple[Array, ...]],
+    own_weights: Callable[[], tuple[Array, ...]],
     options: Mapping[str, str | int | bool],
 ) -> CompiledProgram:
     params = jax.tree.leaves(analysis.model.params)

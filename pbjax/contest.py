@@ -54,10 +54,10 @@ def run_contest(
     analysis: Analysis,
     weights: PackedWeights,
     leaves: Sequence[Array],
-    batch_size: int,
     choice: Choice,
-    unroll: int,
     phases: Phases,
+    *,
+    unroll: int,
 ) -> Contest:
     """Builds the unsplit program and the chosen splits, and keeps the faster.
 
@@ -65,10 +65,9 @@ def run_contest(
       analysis: The model.
       weights: Of all split programs of the model.
       leaves: Leaves of example inputs of this batch size.
-      batch_size: Rows of the batch.
       choice: What to build, and whether the decision is settled already.
-      unroll: Blocks in one step of a split program's loop, unless a plan says it.
       phases: Clocks compiling, verifying and timing.
+      unroll: Blocks in one step of a split program's loop, unless a plan says it.
 
     Returns:
       The program to run, the plan, and the timings.
@@ -76,7 +75,7 @@ def run_contest(
     Raises:
       VerificationError: A split program's outputs are not the unsplit program's.
     """
-    whole = Way(sizes=(batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
+    whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
     unroll = choice.plan.unroll if choice.plan else unroll
     ways = _with_sequential(choice)
     with phases.phase("compile", 1 + len(ways)) as report:
@@ -94,7 +93,7 @@ def run_contest(
     verdict = _decide(unsplit, splits, timed, choice)
     return Contest(
         kept=verdict.kept,
-        plan=_plan(analysis, batch_size, choice, verdict, timed, difference, unroll),
+        plan=_plan(analysis, choice, verdict, timed, difference=difference, unroll=unroll),
         programs=timed,
     )
 
@@ -142,10 +141,10 @@ def _decide(
 
 def _plan(
     analysis: Analysis,
-    batch_size: int,
     choice: Choice,
     verdict: _Verdict,
     timed: Sequence[MeasuredProgram],
+    *,
     difference: float | None,
     unroll: int,
 ) -> Plan:
@@ -153,13 +152,13 @@ def _plan(
         return choice.plan
     way = verdict.split.way
     by_way = {(program.sizes, program.staggers): program.measured_s for program in timed}
-    whole = ((batch_size,), (0,))
+    whole = ((choice.batch_size,), (0,))
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
         device_kind=analysis.device.kind,
         jax=jax.__version__,
-        batch_size=batch_size,
+        batch_size=choice.batch_size,
         sizes=way.sizes,
         staggers=way.staggers,
         unroll=unroll,

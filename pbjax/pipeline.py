@@ -74,11 +74,11 @@ def optimize(
         analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
-    choices = _choices(analysis, leaves, sizes, split, plan, profile, phases)
+    choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)
     weights, built = PackedWeights(analysis), {}
     for size, choice in choices.items():
         rows = _first_rows(leaves, analysis.batch.axes, size)
-        built[size] = _build(analysis, weights, rows, size, choice, unroll, phases)
+        built[size] = _build(analysis, weights, rows, choice, phases, unroll=unroll)
     return Optimized(
         {size: bucket for size, (bucket, _) in built.items()},
         analysis.batch,
@@ -138,10 +138,11 @@ def _choices(
     analysis: Analysis,
     leaves: Sequence[Array],
     sizes: Sequence[int],
+    phases: Phases,
+    *,
     split: Sequence[int] | None,
     plan: Plan | str | os.PathLike[str] | None,
     profile: Profile | str | os.PathLike[str] | None,
-    phases: Phases,
 ) -> dict[int, Choice]:
     """Which programs to build for each batch size."""
     if plan is not None:
@@ -149,7 +150,7 @@ def _choices(
         return {sizes[-1]: planned(analysis, loaded)}
     wanted = None if split is None else given_split(split, sizes[-1])
     if sizes[-1] == 1:
-        return {1: Choice(reason="a batch of one row cannot be split")}
+        return {1: Choice(batch_size=1, reason="a batch of one row cannot be split")}
     measurements = measured_table(analysis, leaves, profile, phases)
     if wanted is not None:
         return {sizes[-1]: forced(analysis, measurements, wanted)}
@@ -168,13 +169,13 @@ def _build(
     analysis: Analysis,
     weights: PackedWeights,
     leaves: Sequence[Array],
-    batch_size: int,
     choice: Choice,
-    unroll: int,
     phases: Phases,
+    *,
+    unroll: int,
 ) -> tuple[Bucket, Report]:
     """Compiles, checks and times the programs for one batch size, and keeps the fastest."""
-    contest = run_contest(analysis, weights, leaves, batch_size, choice, unroll, phases)
+    contest = run_contest(analysis, weights, leaves, choice, phases, unroll=unroll)
     kept = contest.kept
     bucket = Bucket(
         plan=contest.plan,
@@ -183,16 +184,16 @@ def _build(
         pack=kept.pack,
         weights=kept.weights,
     )
-    return bucket, _report(analysis, batch_size, choice, contest)
+    return bucket, _report(analysis, choice, contest)
 
 
-def _report(analysis: Analysis, batch_size: int, choice: Choice, contest: Contest) -> Report:
+def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
     measurements = choice.measurements
     plan = contest.plan
     return Report(
         model=analysis.model.name,
         device_kind=analysis.device.kind,
-        batch_size=batch_size,
+        batch_size=choice.batch_size,
         classes=class_shares(analysis.labels),
         unknown=tuple(
             sorted(
