@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from models.bert import BertConfig, BertModel, BertOutput
+    from models.bloom import BloomConfig, BloomModel
     from models.checkpoint import load, load_tokenizer
     from models.conformer import ConformerConfig, ConformerEncoder, ConformerOutput
     from models.conversion import ConversionReport, convert
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # model_type of config.json -> the module whose FAMILY has configuration, modules and key map.
 FAMILIES = {
     "bert": "models.bert_checkpoint",
+    "bloom": "models.bloom_checkpoint",
     "gpt2": "models.gpt2_checkpoint",
     "llama": "models.llama_checkpoint",
     "vit": "models.vit_checkpoint",
@@ -38,6 +40,8 @@ _MODULES = {
     "BertConfig": "bert",
     "BertModel": "bert",
     "BertOutput": "bert",
+    "BloomConfig": "bloom",
+    "BloomModel": "bloom",
     "CausalOutput": "layers",
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
@@ -68,6 +72,8 @@ __all__ = [
     "BertConfig",
     "BertModel",
     "BertOutput",
+    "BloomConfig",
+    "BloomModel",
     "CausalOutput",
     "CheckpointError",
     "CheckpointWarning",

@@ -82,7 +82,8 @@ def attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
-    bias: Float[Array, "#B #N #T S"],
+    bias: Float[Array, "#B 1 #T S"],
+    alibi: Float[Array, "#B N 1 S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends with scores and softmax in f32; query head i reads key head i // (N / K).
 
@@ -90,7 +91,8 @@ def attend(
       query: Queries.
       key: Keys.
       value: Values.
-      bias: Added to the scores q . k / sqrt(H).
+      bias: Added to the scores q . k / sqrt(H): which keys a query sees.
+      alibi: Added besides: what a key's position counts for each head.
 
     Returns:
       For each query the weighted mean of the values.
@@ -99,6 +101,8 @@ def attend(
     grouped = query.reshape(batch_size, length, key.shape[2], -1, size)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch_size, heads, length, -1) * (size**-0.5)
+    if alibi is not None:
+        scores = scores + alibi
     weights = jax.nn.softmax(scores + bias, axis=-1).astype(value.dtype)
     weights = weights.reshape(batch_size, key.shape[2], -1, length, key.shape[1])
     context = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)

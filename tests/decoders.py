@@ -1,5 +1,6 @@
 """The tiny decoders of tests/data: loading, calling, tracing and changing them."""
 
+import dataclasses
 import importlib
 import json
 from functools import cache, partial
@@ -16,7 +17,7 @@ from models.numeric import errors_against, read_reference
 from models.parameters import Parameter, fill, parameters_of
 
 DATA = Path(__file__).parent / "data"
-DECODERS = ("gpt2", "llama")
+DECODERS = ("bloom", "gpt2", "llama")
 POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state", "logits")
 
 
@@ -34,10 +35,11 @@ def reference(name):
     return read_reference(DATA / name / "reference.npz")
 
 
-def errors(name, model=None):
+def errors(name, model=None, probe=None):
     """Errors over std of a model, the fixture's own by default, against the stored values."""
     model = load(name) if model is None else model
-    return errors_against(family(name), model.config, model, reference(name))
+    kind = dataclasses.replace(family(name), probe=probe) if probe else family(name)
+    return errors_against(kind, model.config, model, reference(name))
 
 
 def changed(name, config=None, **new):
@@ -69,7 +71,15 @@ def call(model, **arguments):
     return _call(graphdef, state, arguments)
 
 
-@partial(jax.jit, static_argnums=0)
+# Compiling takes most of the time of these tests, and running next to none.
+@partial(
+    jax.jit,
+    static_argnums=0,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 def _call(graphdef, state, arguments):
     return nnx.merge(graphdef, state)(**arguments)
 

@@ -29,11 +29,13 @@ def test_query_head_reads_the_key_head_of_its_group(key_heads):
     generator = np.random.default_rng(0)
     query = generator.normal(size=(2, 3, 6, 4)).astype(np.float32)
     key, value = generator.normal(size=(2, 2, 5, key_heads, 4)).astype(np.float32)
-    bias = generator.normal(size=(2, 6, 3, 5)).astype(np.float32)
-    actual = attend(*map(jnp.asarray, (query, key, value, bias)))
+    bias = generator.normal(size=(2, 1, 3, 5)).astype(np.float32)
+    alibi = generator.normal(size=(2, 6, 1, 5)).astype(np.float32)
+    actual = attend(*map(jnp.asarray, (query, key, value, bias, alibi)))
     for head in range(6):
         group = head // (6 // key_heads)
-        scores = np.einsum("bth,bsh->bts", query[:, :, head], key[:, :, group]) / 2 + bias[:, head]
+        scores = np.einsum("bth,bsh->bts", query[:, :, head], key[:, :, group]) / 2
+        scores += bias[:, 0] + alibi[:, head]
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
         expected = np.einsum("bts,bsh->bth", weights, value[:, :, group])
         np.testing.assert_allclose(actual[:, :, head], expected, atol=1e-5)
