@@ -185,12 +185,9 @@ def test_budget_is_the_grid():
 
 
 def test_models_compile_without_spills_or_serialised_products():
-    """By ptxas; the one register that the kernel of BLOOM spills is known."""
     reports = ptxas_reports([case.name for case in MODELS])
-    spilled = {name: report["spilled"] for name, report in reports.items() if report["spilled"]}
-    assert set(spilled) <= {"bloom-7b1 8x512"}
-    assert max(spilled.values(), default=0) <= 8
-    assert not any(report["codes"] for report in reports.values())
+    assert not [name for name, report in reports.items() if report["spilled"]]
+    assert not [name for name, report in reports.items() if report["codes"]]
 
 
 def check(counts=None, **changes):

@@ -92,20 +92,18 @@ def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None
     """Raises unless the operands of `attention` fit together; see there."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
-            f"attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks or unequal k and v; "
-            "q is (B, T, N, H), k and v are (B, S, K, H); reshape them"
+            f"attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks or unequal k and v; q is "
+            "(B, T, N, H), k and v are (B, S, K, H); reshape them"
         )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or 0 in q.shape + k.shape:
         raise ValueError(
             f"attention(q{q.shape}, k{k.shape}): batch or head size differ, or a dimension is "
-            "empty; "
-            "both have one B and one H; check the layout, heads come third"
+            "empty; both have one B and one H; check the layout, heads come third"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"attention(): {q.shape[2]} query heads over {k.shape[2]} key-value heads; N must be a "
-            "multiple of K; "
-            "check the number of heads"
+            "multiple of K; check the number of heads"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
@@ -135,8 +133,7 @@ def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None
     ):
         raise ValueError(
             f"attention(bias{bias.shape}): the scores are {(batch_size, *scores)}; the first "
-            "dimension may be 1, the "
-            "others are whole; broadcast it"
+            "dimension may be 1, the others are whole; broadcast it"
         )
 
 
@@ -157,12 +154,10 @@ def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
             f"attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes float16 and "
-            "bfloat16; "
-            "cast, or use implementation='xla'"
+            "bfloat16; cast, or use implementation='xla'"
         )
     if head_dim % 8 or not 32 <= head_dim <= 256:
         raise NotImplementedError(
             f"attention(implementation='mosaic_gpu'): head size is {head_dim}; multiples of 8 from "
-            "32 to 256 fit; "
-            "use implementation='xla'"
+            "32 to 256 fit; use implementation='xla'"
         )

@@ -129,7 +129,7 @@ def choose_tile(problem: Problem) -> Tile:
         three = plain and problem.num_queries > 2 * ROWS
         return Tile(consumers=3 if three else 2, depth=4)
     if problem.head_dim <= 128 and not problem.bias_batch:
-        return Tile()
+        return Tile(in_turn=False)
     if problem.head_dim <= 192:
         return Tile(block_kv=64)
     return Tile(block_kv=64, depth=1 if problem.bias_batch else 2)
@@ -592,8 +592,7 @@ def attention(
     if bias is not None and (t % 8 or s % 8):
         raise NotImplementedError(
             f"attention(implementation='mosaic_gpu'): bias of {t} x {s}; TMA reads rows and "
-            "columns in multiples of 8; "
-            "pad them or use implementation='xla'"
+            "columns in multiples of 8; pad them or use implementation='xla'"
         )
     q, k, v = (_pad(_pad(x, 1, 8), 3, 16) for x in (q, k, v))
     if lengths is None and k.shape[1] != s:

@@ -81,34 +81,30 @@ def check_decode_attention(q, k, v, lengths, page_table, alibi_slopes) -> None:
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or 0 in q.shape + k.shape:
         raise ValueError(
             f"decode_attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks, empty, or unequal "
-            "k and v; q is "
-            "(B, T, N, H), k and v are (B, S, K, H) or (pages, page size, K, H); reshape them"
+            "k and v; q is (B, T, N, H), k and v are (B, S, K, H) or (pages, page size, K, H); "
+            "reshape them"
         )
     batch_size, num_tokens, num_heads, head_dim = q.shape
     num_keys = k.shape[1] if page_table is None else page_table.shape[-1] * k.shape[1]
     if k.shape[3] != head_dim or (page_table is None and k.shape[0] != batch_size):
         raise ValueError(
             f"decode_attention(q{q.shape}, k{k.shape}): batch or head size differ; both have one B "
-            "and one H; "
-            "pass page_table if the cache is paged"
+            "and one H; pass page_table if the cache is paged"
         )
     if num_heads % k.shape[2]:
         raise ValueError(
             f"decode_attention(): {num_heads} query heads over {k.shape[2]} key-value heads; N "
-            "must be a multiple of "
-            "K; check the number of heads"
+            "must be a multiple of K; check the number of heads"
         )
     if num_tokens > num_keys:
         raise ValueError(
             f"decode_attention(): {num_tokens} query tokens and room for {num_keys} keys; the "
-            "cache holds the new "
-            "tokens too; write them first"
+            "cache holds the new tokens too; write them first"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"decode_attention(): dtypes {q.dtype}, {k.dtype}, {v.dtype}; q, k and v share one "
-            "floating dtype; "
-            "cast them"
+            "floating dtype; cast them"
         )
     _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes)
 
@@ -117,8 +113,7 @@ def _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes) -> N
     if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"decode_attention(lengths={lengths.dtype}{lengths.shape}): integers of shape "
-            f"({batch_size},); "
-            "one a sequence"
+            f"({batch_size},); one a sequence"
         )
     if page_table is not None and (
         page_table.ndim != 2
@@ -127,8 +122,7 @@ def _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes) -> N
     ):
         raise ValueError(
             f"decode_attention(page_table={page_table.dtype}{page_table.shape}): integers of shape "
-            f"({batch_size}, "
-            "pages of a sequence); one row a sequence"
+            f"({batch_size}, pages of a sequence); one row a sequence"
         )
     if alibi_slopes is not None and alibi_slopes.shape != (num_heads,):
         raise ValueError(
@@ -143,6 +137,5 @@ def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
             f"decode_attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes "
-            "float16 and bfloat16; "
-            "cast, or use implementation='xla'"
+            "float16 and bfloat16; cast, or use implementation='xla'"
         )

@@ -497,8 +497,7 @@ def _refuse(problem: Problem, tile: Tile) -> None:
     if problem.rows > MAX_COLUMNS:
         raise NotImplementedError(
             f"{ours}: {problem.rows} query rows a key-value head; at most {MAX_COLUMNS}, tokens "
-            "times grouped heads; "
-            "use attention for longer queries"
+            "times grouped heads; use attention for longer queries"
         )
     if problem.head_dim % 64 or problem.head_dim > 256:
         raise NotImplementedError(
@@ -513,8 +512,7 @@ def _refuse(problem: Problem, tile: Tile) -> None:
     if size is not None and (size % 8 or (size % tile.block_kv and tile.block_kv % size)):
         raise NotImplementedError(
             f"{ours}: pages of {size} keys; multiples of 8 that divide {tile.block_kv} or that it "
-            "divides; "
-            "choose another page size"
+            "divides; choose another page size"
         )
     if (needed := problem.smem_bytes(tile)) > SMEM_BYTES:
         raise NotImplementedError(
