@@ -174,14 +174,21 @@ def find_batch(inputs: Sequence[object], batch_axes: object) -> BatchAxes:
 def _spread(batch_axes: object, inputs: tuple[object, ...]) -> list[Any]:
     """One axis for each leaf of the inputs, as it was given: not checked yet."""
     whole = batch_axes if isinstance(batch_axes, tuple) else (batch_axes,) * len(inputs)
+    # Held in a leaf of its own, an axis of None differs from an input of None, which has no leaf.
+    held = jax.tree.map(_Axis, whole, is_leaf=lambda axis: axis is None)
     try:
-        spread = jax.tree.broadcast(whole, inputs, is_leaf=lambda axis: axis is None)
+        spread = jax.tree.broadcast(held, inputs)
     except ValueError as error:
         raise InputError(
             f"optimize(batch_axes={batch_axes}): does not fit {len(inputs)} inputs; an axis, None, "
             "or one entry per input are allowed; give batch_axes= the structure of the inputs"
         ) from error
-    return jax.tree.leaves(spread, is_leaf=lambda axis: axis is None)
+    return [leaf.axis for leaf in jax.tree.leaves(spread)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    axis: Any
 
 
 def _check_array(name: str, leaf: object) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import flax.errors
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
@@ -121,7 +123,7 @@ def _method(model: Model) -> str:
 
 def _from_nnx(model: nnx.Module, method: str) -> Functional:
     graphdef, state = nnx.split(model)
-    state = jax.tree.map(lambda leaf: leaf, state)  # split shares the model's variables; these not
+    state = _on_device(state)  # split shares the model's variables; a mapped tree does not
     name = _name(model, method)
 
     def apply(params, *inputs):
@@ -160,7 +162,14 @@ def _from_linen(
     def apply(params, *inputs):
         return model.apply(params, *inputs, method=method, mutable=False)
 
-    return Functional(apply=_translating(apply, name), params=variables, name=name)
+    return Functional(apply=_translating(apply, name), params=_on_device(variables), name=name)
+
+
+def _on_device(tree: object) -> object:
+    """The tree with numpy's arrays as JAX's, or every call would copy them to the device again."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree
+    )
 
 
 def _plain(function: Callable) -> Functional:

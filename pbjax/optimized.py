@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from pbjax.analysis import BatchAxes
 from pbjax.errors import InputError, InputTypeError
 from pbjax.plan import Plan
 from pbjax.reports import Report
+
+type Dtype = Any  # of numpy, or one of JAX's own, as random keys have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Bucket:
     """
 
     plan: Plan
-    signature: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    signature: tuple[tuple[tuple[int, ...], Dtype], ...]
     program: Callable
     pack: Callable[[Sequence[Array]], tuple[Array, ...]]
     weights: tuple[Array, ...]
@@ -179,16 +183,16 @@ class Optimized:
             )
         self._check_rows(leaves, size)
         padded = [
-            x if axis is None else jax.device_put(_pad(x, axis, bucket.plan.batch_size))
+            x
+            if axis is None
+            else _on_host(x, partial(_pad, axis=axis, size=bucket.plan.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
         _check_alike("call: input", padded, bucket.signature)
         weights = bucket.weights if params is None else bucket.pack(params)
         outputs, tree = jax.tree.flatten(bucket.program(weights, *padded))
         cut = [
-            y
-            if axis is None
-            else jax.device_put(np.asarray(y)[(slice(None),) * axis + (slice(size),)])
+            y if axis is None else _on_host(y, itemgetter((slice(None),) * axis + (slice(size),)))
             for y, axis in zip(outputs, self._out_axes, strict=True)
         ]
         return jax.tree.unflatten(tree, cut)
@@ -205,9 +209,10 @@ def _check_alike(
             )
 
 
-def _same_dtype(found: np.dtype, planned: np.dtype) -> bool:
+def _same_dtype(found: Dtype, planned: Dtype) -> bool:
     """Whether JAX takes one for the other: it reads 64-bit numbers of numpy as 32-bit ones."""
-    return found == planned or jax.dtypes.canonicalize_dtype(found) == planned
+    as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+    return found == planned or as_read(found) == planned
 
 
 def _size(x: object, axis: int) -> int | None:
@@ -220,9 +225,16 @@ def _described(x: object) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else type(x).__name__
 
 
-def _pad(x: Array | np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Repeats the last row on the host, where no new shape has to be compiled."""
-    values = np.asarray(x)
+def _on_host(x: Array | np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> Array:
+    """Changes an array on the host, where no new shape has to be compiled; keys by their data."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _on_host(jax.random.key_data(x), change)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(change(np.asarray(x)))
+
+
+def _pad(values: np.ndarray, *, axis: int, size: int) -> np.ndarray:
+    """Repeats the last row."""
     missing = size - values.shape[axis]
     last = np.take(values, [-1], axis=axis)
     return np.concatenate([values, np.repeat(last, missing, axis=axis)], axis=axis)

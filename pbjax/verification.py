@@ -38,11 +38,18 @@ def fresh_inputs(
     rows = rng.integers(0, sizes[0], sizes[0])
     fresh = []
     for x, axis in zip(inputs, in_axes, strict=True):
-        values = np.asarray(x)
-        if axis is not None:
-            values = _redrawn(rng, np.take(values, rows, axis=axis))
-        fresh.append(jnp.asarray(values, x.dtype))
+        if axis is None:
+            fresh.append(x)
+        elif _is_key(x):
+            fresh.append(jnp.take(x, rows, axis=axis))
+        else:
+            values = _redrawn(rng, np.take(np.asarray(x), rows, axis=axis))
+            fresh.append(jnp.asarray(values, x.dtype))
     return tuple(fresh)
+
+
+def _is_key(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _redrawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
@@ -79,6 +86,8 @@ def largest_difference(graph: Graph, split: Sequence[Array], unsplit: Sequence[A
                 f"the unsplit program {b.dtype}{list(b.shape)}; both must be alike; this is a "
                 "fault of pbjax: please report the model"
             )
+        if _is_key(a):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
         worst = max(worst, _difference(graph, index, np.asarray(a), np.asarray(b)))
     return worst
 

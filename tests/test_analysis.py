@@ -38,6 +38,13 @@ def test_axes_may_be_a_tree():
     assert found.batch_size == 4
 
 
+@pytest.mark.parametrize("axes", [0, (0, 0, 0), (0, None, 0), ({"a": 0, "b": None}, 0, 0)])
+def test_input_that_is_none_has_no_axis(axes):
+    found = find_batch(({"a": jnp.zeros((4, 2)), "b": None}, None, jnp.zeros(4)), axes)
+    assert found.axes == (0, 0)
+    assert found.batch_size == 4
+
+
 def test_shapes_are_enough():
     assert find_batch((jax.ShapeDtypeStruct((5, 2), jnp.float32),), 0).batch_size == 5
 

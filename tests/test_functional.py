@@ -312,3 +312,15 @@ def test_nnx_module_without_call_is_refused():
 
     with pytest.raises(InputTypeError, match="can be called"):
         functional(Silent())
+
+
+def test_arrays_of_numpy_are_put_on_the_device_once():
+    inputs = jnp.ones((2, 3))
+    linen = nn.Dense(4)
+    variables = jax.tree.map(np.asarray, linen.init(jax.random.key(0), inputs))
+    module = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    module.kernel = nnx.Param(np.ones((3, 4), np.float32))
+    for found in (functional(linen, variables), functional(module)):
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found.params))
+        assert found.apply(found.params, inputs).shape == (2, 4)
+    assert isinstance(module.kernel[...], np.ndarray)

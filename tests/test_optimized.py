@@ -235,3 +235,21 @@ def test_callable_weights_are_passed_not_baked_in(monkeypatch):
     weights = normal(1, D, D)
     fast = pbjax.optimize(lambda x: jnp.tanh(x @ weights), *tokens(4), split=(3, 1))
     assert sum(w.size for w in fast._buckets[4].weights) == weights.size
+
+
+def test_random_keys_are_inputs_and_outputs_like_others(monkeypatch):
+    FakeTimer().install(monkeypatch)
+
+    def noisy(x, keys):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)
+        return jnp.tanh(x @ normal(0, D, D)) + noise, keys
+
+    inputs = normal(1, 4, D), jax.random.split(jax.random.key(0), 4)
+    fast = pbjax.optimize(noisy, *inputs, split=(3, 1))
+    for rows in (4, 3):
+        batch = tuple(x[:rows] for x in inputs)
+        (found, keys), (expected, _) = fast(*batch), noisy(*batch)
+        assert_close(found, expected, reduction=D)
+        assert (keys == batch[1]).all()
+    refused(lambda: fast(inputs[0], jax.random.key_data(inputs[1])))
+    refused(lambda: fast(inputs[1], inputs[1]))

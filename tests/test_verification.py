@@ -1,5 +1,6 @@
 """Fresh inputs are of the kind of the example; differences are found and refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,6 +78,21 @@ def test_shared_inputs_are_kept():
     shared = normal(1, 7)
     _, fresh = fresh_inputs((*tokens(4), shared), (0, None), 0)
     np.testing.assert_array_equal(fresh, shared)
+
+
+def test_random_keys_are_drawn_from_the_example():
+    keys, shared = jax.random.split(jax.random.key(0), 4), jax.random.key(1)
+    fresh, kept = fresh_inputs((keys, shared), (0, None), 0)
+    assert fresh.dtype == keys.dtype
+    rows = jax.random.key_data(keys).tolist()
+    assert all(row in rows for row in jax.random.key_data(fresh).tolist())
+    assert kept == shared
+
+
+def test_different_random_keys_are_refused():
+    a, b = jax.random.split(jax.random.key(0), 4), jax.random.split(jax.random.key(1), 4)
+    assert largest_difference(GRAPH, (a,), (a,)) == 0.0
+    refused((a,), (b,))
 
 
 def test_different_seeds_differ():
