@@ -450,6 +450,18 @@ def make_names(family: Family, folder: Path) -> list[str]:
         return replace(new, folder / "names.json")
 
 
+def make_frequencies(file: Path) -> list[str]:
+    """Writes the rotary frequencies of LLaMA 3.1, whose last bits matter at far positions."""
+    config = llama_config()
+    config.head_dim, config.max_position_embeddings = 128, 131072
+    config.rope_scaling["original_max_position_embeddings"] = 8192
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    with tempfile.TemporaryDirectory() as temporary:
+        new = Path(temporary, "frequencies.npz")
+        np.savez(new, frequencies=rotary.inv_freq.numpy(), meta=provenance())
+        return replace(new, file)
+
+
 def make_sentences(source: Path, file: Path) -> list[str]:
     """Writes the embeddings of a few sentences by the real all-MiniLM-L6-v2."""
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -536,6 +548,8 @@ def main() -> None:
             folder = options.target / f"{name}_default"
             changes += make_fixture(family, folder, random_everywhere=False)
         changes += make_names(family, options.target / name)
+        if name == "llama":
+            changes += make_frequencies(options.target / name / "frequencies.npz")
     if options.minilm:
         changes += make_sentences(options.minilm, options.target / "minilm" / "sentences.npz")
     print("\n".join(changes) or "nothing changed")

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import models
 from models.hf_config import ConfigFields
 from models.rotary import Rotary, read_rotary, rotary_frequencies, rotary_table
 
+DATA = Path(__file__).parent / "data"
 SCALING = {"factor": 8.0, "low": 1.0, "high": 4.0, "original_len": 8192}
 PLAIN = Rotary(theta=500000.0)
 HUGGING_FACE = {
@@ -58,6 +60,13 @@ def test_scaled_frequencies_follow_the_three_cases(factor):
     plain = [500000.0 ** (-2 * i / 128) for i in range(64)]
     expected = [scaled_by_cases(f, **(SCALING | {"factor": factor})) for f in plain]
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_frequencies_of_llama_31_are_those_of_transformers_to_the_last_bit():
+    expected = np.load(DATA / "llama" / "frequencies.npz")["frequencies"]
+    actual = rotary_frequencies(OURS, 128)
+    assert actual.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_bands_of_llama_31():
