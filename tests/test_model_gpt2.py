@@ -193,6 +193,35 @@ def test_width_of_the_mlp_is_read():
     assert load("gpt2").config.mlp_dim == 128
 
 
+def test_fields_of_the_first_files_are_understood():
+    fields = {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "n_positions": 1024,
+        "output_past": True,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    }
+    assert models.GPT2Config.from_hugging_face(fields) == models.GPT2Config.xl()
+
+
 @pytest.mark.parametrize(
     "field", ["n_embd", "n_layer", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon"]
 )

@@ -179,6 +179,42 @@ def test_original_files_alone_are_refused(tmp_path):
         models.load(folder)
 
 
+def test_fields_of_version_4_give_the_preset():
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    }
+    assert models.LlamaConfig.from_hugging_face(fields) == models.LlamaConfig.llama31_8b()
+
+
 def test_rope_parameters_of_version_5_give_the_same_configuration():
     fields = fields_of("llama")
     parameters = fields["rope_scaling"] | {"rope_theta": fields["rope_theta"]}
