@@ -6,6 +6,7 @@ import time
 from types import TracebackType
 
 PLAIN_INTERVAL_S = 5.0
+BAR_INTERVAL_S = 0.5
 
 
 class ProgressPrinter:
@@ -18,7 +19,6 @@ class ProgressPrinter:
         """Prints to what stderr is now, once entered."""
         self._stream = sys.stderr
         self._bar = _bar() if self._stream.isatty() else None
-        self._task = None
         self._state = ("start", 0, 1, "")
         self._began = time.monotonic()
         self._stop = threading.Event()
@@ -26,7 +26,10 @@ class ProgressPrinter:
 
     def __enter__(self) -> "ProgressPrinter":
         """Starts to print."""
-        (self._bar or self._ticker).start()
+        if self._bar is not None:
+            self._bar.add_task("", total=None, visible=False)
+            self._bar.start()
+        self._ticker.start()
         return self
 
     def __exit__(
@@ -37,9 +40,8 @@ class ProgressPrinter:
     ) -> None:
         """Stops, and takes the bar away."""
         self._stop.set()
-        if self._bar is None:
-            self._ticker.join()
-        else:
+        self._ticker.join()
+        if self._bar is not None:
             self._bar.stop()
 
     def __call__(self, phase: str, done: int, total: int, item: str) -> None:
@@ -47,19 +49,29 @@ class ProgressPrinter:
         if phase != self._state[0]:
             self._began = time.monotonic()
         self._state = (phase, done, total, item)
-        if self._bar is None:
-            return
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        elapsed = f"{time.monotonic() - self._began:.0f} s{self._left()}"
-        self._task = self._bar.add_task(f"{phase} {elapsed} {item}", total=total, completed=done)
+        if self._bar is not None:
+            self._show()
 
     def _tick(self) -> None:
-        while not self._stop.wait(PLAIN_INTERVAL_S):
-            phase, done, total, item = self._state
-            elapsed = time.monotonic() - self._began
+        """Shows where the job is also while it says nothing, as in a long compilation."""
+        while not self._stop.wait(PLAIN_INTERVAL_S if self._bar is None else BAR_INTERVAL_S):
+            self._show()
+
+    def _show(self) -> None:
+        phase, done, total, item = self._state
+        clock = f"{time.monotonic() - self._began:.0f} s{self._left()}"
+        if self._bar is None:
             line = f"{phase}: {done} of {total} {item}".rstrip()
-            print(f"{line}, {elapsed:.0f} s{self._left()}", file=self._stream, flush=True)
+            print(f"{line}, {clock}", file=self._stream, flush=True)
+        else:
+            text = f"{phase} {item}".rstrip()
+            self._bar.update(
+                self._bar.task_ids[0],
+                description=f"{text}, {clock}",
+                total=total,
+                completed=done,
+                visible=True,
+            )
 
     def _left(self) -> str:
         _, done, total, _ = self._state

@@ -377,6 +377,8 @@ def _constant_difference(graph: Graph, other: Graph) -> str | None:
     pairs = zip(graph.constants, other.constants, strict=False)
     for i, (a, b) in enumerate(pairs):
         if a is not b and not np.array_equal(np.asarray(a), np.asarray(b)):
+            if np.shape(a) == np.shape(b):
+                return f"the values of the captured array {i}, shape {np.shape(a)}, change"
             return f"the captured array {i} changes from shape {np.shape(a)} to {np.shape(b)}"
     if len(graph.constants) != len(other.constants):
         return f"{len(graph.constants)} captured arrays become {len(other.constants)}"

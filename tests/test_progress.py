@@ -86,6 +86,18 @@ def test_terminal_gets_a_bar_with_phase_and_item(monkeypatch):
     assert "2/4" in stream.getvalue()
 
 
+def test_bar_clocks_a_job_that_says_nothing(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "BAR_INTERVAL_S", 0.02)
+    with ProgressPrinter() as printer:
+        printer("compile", 0, 4, "")
+        printer._began -= 60
+        time.sleep(0.5)
+    assert re.search(r"compile, 6\d s", stream.getvalue())
+
+
 def test_phases_are_clocked_in_order_and_summed_by_name(monkeypatch):
     now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 23.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))

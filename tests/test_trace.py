@@ -269,6 +269,10 @@ def test_traces_at_two_batch_sizes_differ_only_in_shapes(f):
         (lambda x: (x, x)[: 1 + (len(x) > 3)], "1 outputs become 2"),
         (lambda x: (x, 1.0 if len(x) > 3 else x), "output 1 changes"),
         (lambda x: x + jnp.asarray(np.ones((len(x), 1), np.float32)), "captured array 0 changes"),
+        (
+            lambda x: x + jnp.asarray(np.full(3, len(x), np.float32)),
+            r"values of the captured array 0, shape \(3,\), change",
+        ),
     ],
 )
 def test_difference_between_traces_is_named(f, found):
