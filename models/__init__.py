@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from models.gpt2 import GPT2Config, GPT2Model
     from models.layers import CausalOutput
     from models.llama import LlamaConfig, LlamaModel
+    from models.parakeet import ParakeetConfig, ParakeetModel
     from models.vit import ViTConfig, ViTModel, ViTOutput
     from models.wav2vec2_conformer import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
 
@@ -32,6 +33,8 @@ FAMILIES = {
     "bloom": "models.bloom_checkpoint",
     "gpt2": "models.gpt2_checkpoint",
     "llama": "models.llama_checkpoint",
+    "parakeet_ctc": "models.parakeet_checkpoint",
+    "parakeet_encoder": "models.parakeet_checkpoint",
     "vit": "models.vit_checkpoint",
     "wav2vec2-conformer": "models.conformer_checkpoint",
 }
@@ -57,6 +60,8 @@ _MODULES = {
     "LlamaConfig": "llama",
     "LlamaModel": "llama",
     "NumericError": "errors",
+    "ParakeetConfig": "parakeet",
+    "ParakeetModel": "parakeet",
     "ViTConfig": "vit",
     "ViTModel": "vit",
     "ViTOutput": "vit",
@@ -89,6 +94,8 @@ __all__ = [
     "LlamaConfig",
     "LlamaModel",
     "NumericError",
+    "ParakeetConfig",
+    "ParakeetModel",
     "ViTConfig",
     "ViTModel",
     "ViTOutput",

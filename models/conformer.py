@@ -44,6 +44,11 @@ class ConformerConfig:
       norm_eps: Added to the variance in the LayerNorm after the last block.
       rotary_base: The slowest wave of rotary positions.
       activation: Of MLPs and convolution.
+      bias: Whether the Linears of MLPs and attention have biases.
+      convolution_bias: Whether the convolution and the Linears around it have biases.
+      masks_convolution: Whether padding is zeros to the convolution of every block, else only to
+        the first block as a whole.
+      final_norm: Whether there is a LayerNorm after the last block, beside the block's own.
     """
 
     num_layers: int
@@ -55,6 +60,10 @@ class ConformerConfig:
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
     activation: Activation = "silu"
+    bias: bool = True
+    convolution_bias: bool = False
+    masks_convolution: bool = False
+    final_norm: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless the sizes fit together."""
@@ -106,8 +115,9 @@ class ConformerMlp(nnx.Module):
     def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         self.norm = layers.layer_norm(config.embed_dim, BLOCK_NORM_EPS, dtype, rngs)
-        self.up = layers.linear(config.embed_dim, config.mlp_dim, dtype, rngs)
-        self.down = layers.linear(config.mlp_dim, config.embed_dim, dtype, rngs)
+        dim, inner, bias = config.embed_dim, config.mlp_dim, config.bias
+        self.up = layers.linear(dim, inner, dtype, rngs, use_bias=bias)
+        self.down = layers.linear(inner, dim, dtype, rngs, use_bias=bias)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -122,7 +132,7 @@ class ConformerAttention(nnx.Module):
     def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         dim, heads = config.embed_dim, config.num_heads
-        project = partial(layers.linear, dim, dim, dtype, rngs)
+        project = partial(layers.linear, dim, dim, dtype, rngs, use_bias=config.bias)
         self.norm = layers.layer_norm(dim, BLOCK_NORM_EPS, dtype, rngs)
         self.query = project()
         self.key = project()
@@ -198,21 +208,29 @@ class ConformerConvolution(nnx.Module):
 
     def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
-        dim = config.embed_dim
+        dim, bias = config.embed_dim, config.convolution_bias
         init = nnx.initializers.normal(layers.INIT_STDDEV)
         self.norm = layers.layer_norm(dim, BLOCK_NORM_EPS, dtype, rngs)
-        self.gated = layers.linear(dim, 2 * dim, dtype, rngs, use_bias=False)
+        self.gated = layers.linear(dim, 2 * dim, dtype, rngs, use_bias=bias)
         self.depthwise = nnx.Param(init(rngs.params(), (config.kernel_size, 1, dim), dtype))
+        self.depthwise_bias = nnx.Param(jnp.zeros(dim, dtype)) if bias else None
         self.batch_norm = BatchNorm(dim, eps=BLOCK_NORM_EPS, dtype=dtype)
-        self.output = layers.linear(dim, dim, dtype, rngs, use_bias=False)
-        self.activation = config.activation
+        self.output = layers.linear(dim, dim, dtype, rngs, use_bias=bias)
+        self.activation, self.masks = config.activation, config.masks_convolution
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Mixes neighbouring frames; padding is not hidden from them."""
+    def __call__(
+        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None
+    ) -> Float[Array, "B T D"]:
+        """Mixes neighbouring frames."""
         with jax.named_scope("convolution"):
             inner, gate = jnp.split(self.gated(self.norm(x).astype(x.dtype)), 2, axis=-1)
             inner = inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
-            inner = self.batch_norm(depthwise_convolution(inner, self.depthwise[...]))
+            if self.masks and mask is not None:
+                inner = without_padding(inner, mask)
+            inner = depthwise_convolution(inner, self.depthwise[...])
+            if self.depthwise_bias is not None:
+                inner = inner + jnp.broadcast_to(self.depthwise_bias[...], inner.shape)
+            inner = self.batch_norm(inner)
             return x + self.output(activate(inner, self.activation).astype(x.dtype))
 
 
@@ -231,19 +249,20 @@ class ConformerLayer(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         table: Float[Array, "..."],
+        mask: Bool[Array, "B T"] | None,
         bias: Float[Array, "B 1 1 T"] | None,
     ) -> Float[Array, "B T D"]:
         """Applies the block."""
         with jax.named_scope("mlp_before"):
             x = self.mlp_before(x)
-        x = self.convolution(self.attention(x, table, bias))
+        x = self.convolution(self.attention(x, table, bias), mask)
         with jax.named_scope("mlp_after"):
             x = self.mlp_after(x)
             return self.norm(x).astype(x.dtype)
 
 
 class ConformerEncoder(nnx.Module):
-    """Conformer blocks and a norm, for inference."""
+    """Conformer blocks, and a norm if there is one, for inference."""
 
     def __init__(
         self, config: ConformerConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -258,7 +277,8 @@ class ConformerEncoder(nnx.Module):
         self.config, self.dtype = config, jnp.dtype(dtype)
         blocks = [ConformerLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
         self.layers = nnx.List(blocks)
-        self.norm = layers.layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
+        dim, eps = config.embed_dim, config.norm_eps
+        self.norm = layers.layer_norm(dim, eps, dtype, rngs) if config.final_norm else None
 
     def __call__(
         self, hidden_states: Float[Array | np.ndarray, "B T D"], attention_mask: Mask | None = None
@@ -268,7 +288,7 @@ class ConformerEncoder(nnx.Module):
         Args:
           hidden_states: The frames.
           attention_mask: 1 for frames, 0 for padding on the right (its outputs mean nothing, and
-            the convolutions see it as zeros at first); None = all 1.
+            to the first block it is zeros); None = all 1.
 
         Returns:
           Hidden states after the last norm.
@@ -282,20 +302,22 @@ class ConformerEncoder(nnx.Module):
     def hidden_states(
         self, hidden_states: Float[Array | np.ndarray, "B T D"], attention_mask: Mask | None = None
     ) -> list[Float[Array, "B T D"]]:
-        """Returns the hidden states before the blocks, after each, and after the last norm."""
+        """Returns the hidden states before the blocks, after each, and after a final norm."""
         mask_shape = None if attention_mask is None else tuple(attention_mask.shape)
         check_frames(self.config, tuple(hidden_states.shape), mask_shape)
-        x, bias = jnp.asarray(hidden_states).astype(self.dtype), None
+        x, mask, bias = jnp.asarray(hidden_states).astype(self.dtype), None, None
         if attention_mask is not None:
             with jax.named_scope("mask"):
                 mask = jnp.asarray(attention_mask) != 0
                 bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)[:, None, None, :]
-                x = jnp.where(jnp.broadcast_to(mask[:, :, None], x.shape), x, jnp.zeros_like(x))
+                x = without_padding(x, mask)
         with jax.named_scope("positions"):
             table = self._positions(x.shape[1])
         states = [x]
         for layer in self.layers:
-            states.append(layer(states[-1], table, bias))
+            states.append(layer(states[-1], table, mask, bias))
+        if self.norm is None:
+            return states
         with jax.named_scope("norm"):
             return [*states, self.norm(states[-1]).astype(x.dtype)]
 
@@ -309,6 +331,11 @@ class ConformerEncoder(nnx.Module):
 def dot(query: Float[Array, "B T N H"], key: Float[Array, "B S N H"]) -> Float[Array, "B N T S"]:
     """Returns the product of every query and key, in f32."""
     return jnp.einsum("BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32)
+
+
+def without_padding(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns zeros at padding, whatever is there."""
+    return jnp.where(jnp.broadcast_to(mask[:, :, None], x.shape), x, jnp.zeros_like(x))
 
 
 def depthwise_convolution(

@@ -92,7 +92,7 @@ def _attention(config: ConformerConfig, theirs: str, ours: str) -> list[Leaf]:
 def _convolution(theirs: str, ours: str) -> list[Leaf]:
     return [
         *norm(f"{theirs}.layer_norm", f"{ours}.norm", features=WIDTH),
-        pointwise(f"{theirs}.pointwise_conv1", f"{ours}.gated", outputs=WIDTH, inputs=WIDTH),
+        *pointwise(f"{theirs}.pointwise_conv1", f"{ours}.gated", outputs=WIDTH, inputs=WIDTH),
         Leaf(
             key=f"{theirs}.depthwise_conv.weight",
             path=f"{ours}.depthwise",
@@ -100,7 +100,7 @@ def _convolution(theirs: str, ours: str) -> list[Leaf]:
             permutation=(2, 1, 0),
         ),
         *batch_norm(f"{theirs}.batch_norm", f"{ours}.batch_norm", features=WIDTH),
-        pointwise(f"{theirs}.pointwise_conv2", f"{ours}.output", outputs=WIDTH, inputs=WIDTH),
+        *pointwise(f"{theirs}.pointwise_conv2", f"{ours}.output", outputs=WIDTH, inputs=WIDTH),
     ]
 
 

@@ -144,15 +144,20 @@ def norm(key: str, path: str, *, features: str) -> tuple[Leaf, Leaf]:
     return scale, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(features,))
 
 
-def pointwise(key: str, path: str, *, outputs: str, inputs: str) -> Leaf:
-    """Returns the leaf of a torch Conv1d of width 1 without bias, [out, in, 1], as a Linear."""
-    return Leaf(
+def pointwise(
+    key: str, path: str, *, outputs: str, inputs: str, bias: bool = False, num_axes: int = 1
+) -> tuple[Leaf, ...]:
+    """Returns the leaves of a torch Conv1d or Conv2d of width 1, [out, in, 1], as a Linear's."""
+    weight = Leaf(
         key=f"{key}.weight",
         path=f"{path}.kernel",
-        axes=(outputs, inputs, inputs),
+        axes=(outputs, inputs, *(inputs,) * num_axes),
         permutation=(1, 0),
-        num_unit_axes=1,
+        num_unit_axes=num_axes,
     )
+    if not bias:
+        return (weight,)
+    return weight, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(outputs,))
 
 
 def batch_norm(key: str, path: str, *, features: str) -> tuple[Leaf, ...]:

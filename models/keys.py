@@ -227,11 +227,15 @@ def _shape_faults(
         return []
     pairs = zip(leaf.axes, header.shape, wanted, strict=False)
     names = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
-    blamed = ", ".join(f"{name} {_size(fields.get(name))}" for name in names)
+    blamed = ", ".join(f"{name} {_size(fields, name)}" for name in names)
     return [f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"]
 
 
-def _size(field: object) -> object:
+def _size(fields: Mapping[str, object], name: str) -> object:
+    """Returns a field, which may lie in a section of its own, or how many entries it has."""
+    section, _, inner = name.rpartition(".")
+    within = fields.get(section)
+    field = within.get(inner) if isinstance(within, dict) else fields.get(inner)
     return len(field) if isinstance(field, dict) else field
 
 

@@ -304,6 +304,50 @@ def conformer_features_values(model, inputs: dict[str, torch.Tensor]) -> dict[st
     }
 
 
+def parakeet_config() -> transformers.ParakeetCTCConfig:
+    """Returns a Parakeet of 2 layers x 24 on 24 mel bins, its length cut to an eighth."""
+    encoder = transformers.ParakeetEncoderConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=40,
+        conv_kernel_size=5,
+        subsampling_factor=8,
+        subsampling_conv_channels=6,
+        num_mel_bins=24,
+        max_position_embeddings=32,
+    )
+    return transformers.ParakeetCTCConfig(
+        vocab_size=13, pad_token_id=12, encoder_config=encoder.to_dict()
+    )
+
+
+def parakeet_inputs(generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns 83 and 50 frames of a spectrogram, the second padded on the right: 11 and 7."""
+    mask = np.ones((2, 83), np.int32)
+    mask[1, 50:] = 0
+    mels = generator.normal(size=(2, 83, 24)) * mask[:, :, None]
+    return {"input_features": mels.astype(np.float32), "attention_mask": mask}
+
+
+def parakeet_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs a ParakeetForCTC; what the subsampling gives is scaled as the encoder scales it."""
+    states = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output: states.append(output))
+        for layer in (model.encoder.subsampling, model.encoder.layers[0])
+    ]
+    last = model.encoder(**inputs).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return {
+        "hidden_embedding": states[0] * model.encoder.input_scale,
+        "hidden_block_0": states[1],
+        "last_hidden_state": last,
+        "logits": model(**inputs).logits,
+    }
+
+
 FAMILIES = {
     "bert": Family(
         config=bert_config,
@@ -367,6 +411,14 @@ FAMILIES = {
         task_classes=(),
         inputs=conformer_inputs,
         values=conformer_features_values,
+        variant=True,
+    ),
+    "parakeet": Family(
+        config=parakeet_config,
+        model=transformers.ParakeetForCTC,
+        task_classes=(),
+        inputs=parakeet_inputs,
+        values=parakeet_values,
         variant=True,
     ),
     "vit_features": Family(
