@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any, SupportsIndex
 
 import jax
 
 from pbjax.analysis import Analysis
 from pbjax.compilation import Way
-from pbjax.errors import InputError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.plan import Plan
 from pbjax.schedule import Split
 from pbjax.search import Candidate, SearchResult, best_staggers, search
@@ -64,19 +66,35 @@ def searched(measurements: Measurements, batch_size: int) -> Choice:
     )
 
 
-def given_split(sizes: Sequence[int], batch_size: int) -> Split:
+def given_split(sizes: Sequence[SupportsIndex], batch_size: int) -> Split:
     """The split that the caller gives.
 
     Raises:
-      InputError: The sizes do not add up to the batch.
+      InputTypeError: The sizes are no whole numbers.
+      InputError: They do not add up to the batch.
     """
-    split = Split(sizes=tuple(sizes))
+    split = Split(sizes=whole_numbers("split", sizes))
     if split.batch_size != batch_size:
         raise InputError(
             f"optimize(split={split.sizes}): adds up to {split.batch_size}; the example has "
             f"{batch_size} rows; give sizes that add up to them, or leave out split= to search"
         )
     return split
+
+
+def whole_numbers(argument: str, values: Any) -> tuple[int, ...]:
+    """Numbers that an argument of `optimize` gives, also numpy's, as Python's.
+
+    Raises:
+      InputTypeError: They are something else.
+    """
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError as error:
+        raise InputTypeError(
+            f"optimize({argument}={values!r}): not whole numbers; a tuple of numbers of rows is "
+            f"allowed; write for instance {argument}=(48, 32)"
+        ) from error
 
 
 def forced(analysis: Analysis, measurements: Measurements, split: Split) -> Choice:
@@ -107,8 +125,8 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     if plan.fingerprint != analysis.fingerprint:
         raise ModelError(
             f"optimize(plan=...): the plan is for {plan.model} ({plan.fingerprint}); this model is "
-            f"{analysis.model.name} ({analysis.fingerprint}); use the model it was made for, or "
-            "leave out plan= to search again"
+            f"{analysis.model.name} ({analysis.fingerprint}); use the model it was made for, with "
+            "inputs of the same shapes and dtypes, or leave out plan= to search again"
         )
     if plan.batch_size != analysis.batch.batch_size:
         raise InputError(

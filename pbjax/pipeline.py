@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,12 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis, analyse
-from pbjax.choices import Choice, forced, given_split, planned, searched
+from pbjax.choices import Choice, forced, given_split, planned, searched, whole_numbers
 from pbjax.classify import class_shares
 from pbjax.compilation import PackedWeights
 from pbjax.contest import Contest, run_contest
 from pbjax.device import Device, find_device
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError, InputError, InputTypeError
 from pbjax.functional import Model
 from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
@@ -31,11 +32,11 @@ def optimize(
     *inputs: object,
     variables: Mapping[str, object] | None = None,
     batch_axes: object = 0,
-    split: Sequence[int] | None = None,
+    split: Sequence[SupportsIndex] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     device: Device | None = None,
-    buckets: Sequence[int] | None = None,
+    buckets: Sequence[SupportsIndex] | None = None,
     unroll: int = 1,
     progress: Progress | None = None,
 ) -> Optimized:
@@ -62,6 +63,7 @@ def optimize(
 
     Raises:
       InputError: An argument has a wrong value.
+      InputTypeError: An argument has a wrong type.
       ModelError: The model cannot run in sub-batches: the message names the operation.
       VerificationError: The split program's outputs are not the unsplit program's.
       FileError: A plan or profile file is corrupt.
@@ -72,7 +74,7 @@ def optimize(
     device = _this_device(device)
     with phases.phase("analyse"):
         analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
+    leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
     sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)
     weights, built = PackedWeights(analysis), {}
@@ -86,6 +88,15 @@ def optimize(
         jax.eval_shape(lambda: analysis.model.params),
         replace(built[sizes[-1]][1], phases=phases.finished()),
     )
+
+
+def _array(leaf: object) -> Array:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise InputTypeError(
+            f"optimize: an input is the shape {leaf}; arrays are needed, since stages are measured "
+            "with their values; pass an example, such as jnp.zeros of that shape"
+        )
+    return jnp.asarray(leaf)
 
 
 def _this_device(given: Device | None) -> Device:
@@ -111,14 +122,15 @@ def _check_unroll(unroll: int) -> None:
 
 def _bucket_sizes(
     batch_size: int,
-    buckets: Sequence[int] | None,
-    split: Sequence[int] | None,
+    buckets: Sequence[SupportsIndex] | None,
+    split: Sequence[SupportsIndex] | None,
     plan: object,
 ) -> tuple[int, ...]:
-    sizes = tuple(sorted({*(buckets or ()), batch_size}))
+    declared = whole_numbers("buckets", () if buckets is None else buckets)
+    sizes = tuple(sorted({*declared, batch_size}))
     if sizes[0] < 1 or sizes[-1] > batch_size:
         raise InputError(
-            f"optimize(buckets={tuple(buckets or ())}): the example has {batch_size} rows; buckets "
+            f"optimize(buckets={declared}): the example has {batch_size} rows; buckets "
             f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
         )
     if split is not None and plan is not None:
@@ -140,7 +152,7 @@ def _choices(
     sizes: Sequence[int],
     phases: Phases,
     *,
-    split: Sequence[int] | None,
+    split: Sequence[SupportsIndex] | None,
     plan: Plan | str | os.PathLike[str] | None,
     profile: Profile | str | os.PathLike[str] | None,
 ) -> dict[int, Choice]:

@@ -13,6 +13,7 @@ from flax import nnx
 import pbjax
 from pallas_kernels.testing import assert_close
 from pbjax import errors
+from pbjax.choices import whole_numbers
 from pbjax.device import find_device
 from pbjax.execution import Lane
 
@@ -115,6 +116,26 @@ def test_given_split_runs_as_given(timer, sizes):
 def test_split_that_is_none_of_the_batch_is_refused_before_anything_is_measured(timer, sizes):
     with pytest.raises(errors.InputError) as error:
         run(small(), 6, split=sizes)
+    check_house_form(error)
+    assert not timer.stages
+
+
+def test_sizes_of_numpy_are_numbers_like_others(timer, tmp_path):
+    fast = run(small(), 6, split=tuple(np.array([4, 2])))
+    fast.plan.save(tmp_path / "plan.json")
+    assert pbjax.Plan.load(tmp_path / "plan.json").sizes == (4, 2)
+
+
+@pytest.mark.parametrize("sizes", [3, "33", (3.0, 3.0), ("3", "3"), (None,)], ids=str)
+def test_sizes_that_are_no_numbers_are_refused(sizes):
+    with pytest.raises(errors.InputTypeError) as error:
+        whole_numbers("split", sizes)
+    check_house_form(error)
+
+
+def test_shapes_in_place_of_examples_are_refused(timer):
+    with pytest.raises(errors.InputTypeError) as error:
+        pbjax.optimize(small().model, *jax.eval_shape(lambda: tokens(6)))
     check_house_form(error)
     assert not timer.stages
 
