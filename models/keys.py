@@ -128,7 +128,7 @@ def match[C, M: nnx.Module](
         num_read=len(sources),
         missing=tuple(sorted(set(leaves) - set(current))),
         unexpected=tuple(spare[key].key for key, label in labels.items() if label is None),
-        dropped=Counter(label for label in labels.values() if label is not None),
+        dropped=dict(Counter(label for label in labels.values() if label is not None)),
         tied=tuple(tied),
         num_parameters=sum(
             math.prod(source.header.shape) for source in sources if not source.leaf.statistic

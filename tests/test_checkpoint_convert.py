@@ -154,6 +154,16 @@ def test_report_is_plain_data(converted):
     assert plain["target"] == str(converted[0])
 
 
+def test_report_with_dropped_tensors_is_plain_data(tmp_path):
+    def add_old_buffer(tensors):
+        tensors["embeddings.position_ids"] = np.arange(32, dtype=np.int64)[None]
+
+    folder = copy_good(tmp_path / "old", add_old_buffer)
+    report = models.convert(folder, tmp_path / "out", report=quiet)
+    plain = json.loads(json.dumps(report.as_dict()))
+    assert plain["keys"]["dropped"] == {"position_ids": 1}
+
+
 def test_report_without_reference_says_so(tmp_path):
     lines = []
     models.convert(GOOD, tmp_path / "out", report=lines.append)
