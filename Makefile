@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 	$(BIN)/pbjax optimize $(MINILM) --texts scripts/sentences.txt --batch 96 --seq 64 --exhaustive
 
 test: $(VENV)/installed
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
