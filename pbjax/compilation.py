@@ -66,23 +66,31 @@ class CompiledProgram:
 
 
 class PackedWeights:
-    """The weights of all split programs of one model: stacked when first needed, and once."""
+    """The weights of all split programs of one model: stacked when first needed, and once.
+
+    Attributes:
+      layout: How they are passed.
+      pack: From leaves of any params of the model to the weights of a split program. It outlives
+        the model in what `optimize` returns, and so holds captured arrays, but no params.
+    """
 
     def __init__(self, analysis: Analysis):
         """Stacks nothing yet."""
         num_params = len(jax.tree.leaves(analysis.model.params))
         self._leaves = analysis.weights
-        self._constants = analysis.weights[num_params:]
         self.layout = WeightLayout.of(analysis.program_at(MIN_ROWS))
-
-    def pack(self, params: Sequence[Array]) -> tuple[Array, ...]:
-        """Weights to pass to a split program, from leaves of any params of the model."""
-        return self.layout.pack((*params, *self._constants))
+        self.pack = partial(_pack, self.layout, analysis.weights[num_params:])
 
     @cached_property
     def own(self) -> tuple[Array, ...]:
         """Those of the model's own params."""
         return self.layout.pack(self._leaves)
+
+
+def _pack(
+    layout: WeightLayout, captured: Sequence[Array], params: Sequence[Array]
+) -> tuple[Array, ...]:
+    return layout.pack((*params, *captured))
 
 
 def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:

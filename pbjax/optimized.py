@@ -108,7 +108,7 @@ class Optimized:
         if bucket is None:
             return self._padded(leaves, None)
         _check_alike("call: input", leaves, bucket.signature)
-        return bucket.program(bucket.weights, *leaves)
+        return _run(bucket.program, bucket.weights, leaves)
 
     def apply(self, params: object, *inputs: object) -> object:
         """Runs the model with other params of the same structure, shapes and dtypes.
@@ -134,7 +134,7 @@ class Optimized:
         if bucket is None:
             return self._padded(rows, leaves)
         _check_alike("call: input", rows, bucket.signature)
-        return bucket.program(bucket.pack(leaves), *rows)
+        return _run(bucket.program, bucket.pack(leaves), rows)
 
     def close(self) -> None:
         """Lets go of the weights and programs; a later call is an error."""
@@ -198,8 +198,20 @@ class Optimized:
         return jax.tree.unflatten(tree, cut)
 
 
+def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -> object:
+    try:
+        return program(weights, *leaves)
+    except TypeError as error:
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise
+        raise InputTypeError(
+            "call: an input is being traced, as inside jax.jit, vmap or grad; a compiled program "
+            "takes arrays; call it outside of them, or transform the model before optimizing it"
+        ) from error
+
+
 def _check_alike(
-    what: str, leaves: Sequence[Any], signature: Sequence[tuple[tuple[int, ...], np.dtype]]
+    what: str, leaves: Sequence[Any], signature: Sequence[tuple[tuple[int, ...], Dtype]]
 ) -> None:
     for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, signature, strict=True)):
         if getattr(leaf, "shape", None) != shape or not _same_dtype(leaf.dtype, dtype):

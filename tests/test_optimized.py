@@ -230,6 +230,27 @@ def test_closed_callable_is_refused_and_holds_no_weights(monkeypatch):
     assert weight() is None
 
 
+def test_layers_of_a_deleted_model_are_held_stacked_alone(monkeypatch):
+    FakeTimer().install(monkeypatch)
+    model = NnxLoop(2, nnx.Rngs(0))
+    fast = pbjax.optimize(model, *tokens(4), split=(3, 1))
+    layers = [weakref.ref(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+    own = {id(weight) for weight in fast._buckets[4].weights}
+    stacked = [layer for layer in layers if id(layer()) not in own]
+    assert stacked
+    del model
+    gc.collect()
+    assert all(layer() is None for layer in stacked)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_call_inside_a_transformation_is_refused(module, transform):
+    _, fast = module
+    (x,) = tokens(4)
+    call = transform(lambda scale: fast(x * scale).sum())
+    refused(lambda: call(jnp.ones(2) if transform is jax.vmap else 1.0), errors.InputTypeError)
+
+
 def test_callable_weights_are_passed_not_baked_in(monkeypatch):
     FakeTimer().install(monkeypatch)
     weights = normal(1, D, D)
