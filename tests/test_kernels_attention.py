@@ -118,9 +118,11 @@ def test_three_consumers_of_which_two_have_no_rows():
 
 
 def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
-    args, terms = operands(shape(72, 64, batch_size=2))
-    both = interpreted(args, terms)
-    second = interpreted(tuple(x[1:] for x in args), terms)
+    args, terms = operands(shape(72, 128, batch_size=2))
+    tile = mosaic_gpu.Tile(block_kv=64, in_turn=False)
+    both = interpreted(args, terms, tile)
+    assert_right(both, args, terms)
+    second = interpreted(tuple(x[1:] for x in args), terms, tile)
     np.testing.assert_array_equal(np.asarray(both[1:], np.float32), np.asarray(second, np.float32))
 
 
