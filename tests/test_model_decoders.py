@@ -153,10 +153,12 @@ def test_bfloat16_model_takes_norms_and_softmax_in_float32(name):
     assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype("bfloat16")}
 
 
-def test_bfloat16_matrix_products_stay_in_bfloat16(name):
+def test_bfloat16_matrix_products_stay_in_bfloat16_but_scores_are_float32(name):
     jaxpr = trace(load(name, "bfloat16"), **inputs(name))
     dots = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert {v.aval.dtype for e in dots for v in e.invars} == {jnp.dtype("bfloat16")}
+    exact = [e.outvars[0].aval.size for e in dots if e.outvars[0].aval.dtype == jnp.float32]
+    assert exact == [2 * load(name).config.num_heads * 12 * 12] * 2
 
 
 def test_every_operation_has_a_scope(name):

@@ -166,8 +166,9 @@ def test_rotary_frequencies_of_old_files_are_dropped(tmp_path):
     assert fingerprint(model) == fingerprint(load("llama"))
 
 
-def test_head_of_a_base_class_is_unexpected(tmp_path):
-    folder = make(tmp_path / "m", "llama", architectures=["LlamaModel"])
+@pytest.mark.parametrize("value", [False, ...])
+def test_head_of_a_base_class_is_unexpected(tmp_path, value):
+    folder = make(tmp_path / "m", "llama", architectures=["LlamaModel"], tie_word_embeddings=value)
     with pytest.raises(models.KeyMismatchError, match=r"unexpected  lm_head\.weight"):
         models.load(folder)
 
