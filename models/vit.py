@@ -17,27 +17,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from models import layers
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
 from models.outputs import register_output
 
 Pixels = Float[Array | np.ndarray, "B C height width"]
 
-ACTIVATIONS = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 CLASSIFIER, FEATURES = "ViTForImageClassification", "ViTModel"
 ARCHITECTURES = (CLASSIFIER, FEATURES)
-# Standard deviation of fresh weights; only used without a checkpoint.
-INIT_STDDEV = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +77,10 @@ class ViTConfig:
                 f"ViTConfig: image_size is {self.image_size} with patches of {self.patch_size};"
                 " the patches must divide it; change one of them"
             )
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in layers.ACTIVATIONS:
             raise ConfigError(
                 f"ViTConfig: activation is {self.activation!r};"
-                f" supported are {', '.join(ACTIVATIONS)}; choose one"
+                f" supported are {', '.join(layers.ACTIVATIONS)}; choose one"
             )
 
     @property
@@ -160,7 +148,7 @@ class ViTConfig:
             norm_eps=reader.positive("layer_norm_eps"),
             num_labels=reader.num_labels() if architecture == CLASSIFIER else 0,
             qkv_bias=reader.flag("qkv_bias", default=True),
-            activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
+            activation=reader.one_of("hidden_act", layers.HUGGING_FACE_ACTIVATIONS),
         )
         reader.warn_unknown()
         return config
@@ -211,8 +199,8 @@ class ViTAttention(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
-        project = partial(_linear, config.embed_dim, config.embed_dim, dtype, rngs)
-        self.norm = _layer_norm(config, dtype, rngs)
+        project = partial(layers.linear, config.embed_dim, config.embed_dim, dtype, rngs)
+        self.norm = layers.layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         self.query = project(use_bias=config.qkv_bias)
         self.key = project(use_bias=config.qkv_bias)
         self.value = project(use_bias=config.qkv_bias)
@@ -235,32 +223,20 @@ class ViTAttention(nnx.Module):
         return x.reshape(*x.shape[:2], self.num_heads, -1)
 
 
-class ViTMlp(nnx.Module):
-    """Norm, two Linears with GELU between them, and residual."""
-
-    def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        """Makes the fresh parameters."""
-        self.norm = _layer_norm(config, dtype, rngs)
-        self.up = _linear(config.embed_dim, config.mlp_dim, dtype, rngs)
-        self.down = _linear(config.mlp_dim, config.embed_dim, dtype, rngs)
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transforms every token by itself."""
-        with jax.named_scope("mlp"):
-            inner = self.up(self.norm(x).astype(x.dtype))
-            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
-            inner = ACTIVATIONS[self.activation](inner.astype(jnp.float32))
-            return x + self.down(inner.astype(x.dtype))
-
-
 class ViTLayer(nnx.Module):
     """One block: attention, then MLP."""
 
     def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         self.attention = ViTAttention(config, dtype=dtype, rngs=rngs)
-        self.mlp = ViTMlp(config, dtype=dtype, rngs=rngs)
+        self.mlp = layers.PreNormMlp(
+            config.embed_dim,
+            config.mlp_dim,
+            norm_eps=config.norm_eps,
+            activation=config.activation,
+            dtype=dtype,
+            rngs=rngs,
+        )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the block."""
@@ -280,12 +256,12 @@ class ViTModel(nnx.Module):
         """
         self.config = config
         self.embeddings = ViTEmbeddings(config, dtype=dtype, rngs=rngs)
-        layers = [ViTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
-        self.layers = nnx.List(layers)
-        self.norm = _layer_norm(config, dtype, rngs)
+        blocks = [ViTLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        self.layers = nnx.List(blocks)
+        self.norm = layers.layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         dim, labels = config.embed_dim, config.num_labels
-        self.pooler = _linear(dim, dim, dtype, rngs) if config.pooler else None
-        self.classifier = _linear(dim, labels, dtype, rngs) if labels else None
+        self.pooler = layers.linear(dim, dim, dtype, rngs) if config.pooler else None
+        self.classifier = layers.linear(dim, labels, dtype, rngs) if labels else None
 
     def __call__(self, pixel_values: Pixels) -> ViTOutput:
         """Encodes a batch of images.
@@ -346,29 +322,4 @@ def check_shape(config: ViTConfig, shape: tuple[int, ...]) -> None:
 
 
 def _parameter(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    return nnx.Param(nnx.initializers.normal(INIT_STDDEV)(rngs.params(), shape, dtype))
-
-
-def _linear(
-    inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs, *, use_bias: bool = True
-) -> nnx.Linear:
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=use_bias,
-        dtype=dtype,
-        param_dtype=dtype,
-        kernel_init=nnx.initializers.normal(INIT_STDDEV),
-        rngs=rngs,
-    )
-
-
-def _layer_norm(config: ViTConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.embed_dim,
-        epsilon=config.norm_eps,
-        dtype=jnp.float32,
-        param_dtype=dtype,
-        use_fast_variance=False,
-        rngs=rngs,
-    )
+    return nnx.Param(nnx.initializers.normal(layers.INIT_STDDEV)(rngs.params(), shape, dtype))

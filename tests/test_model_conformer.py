@@ -1,15 +1,11 @@
 import dataclasses
 import json
-from functools import cache, partial
-from pathlib import Path
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 import models
 from models import conformer
@@ -17,12 +13,29 @@ from models.conformer import check_frames
 from models.conformer_checkpoint import FAMILY, encoder_key_map, key_map
 from models.conformer_positions import relative_table, rotary_table, rotate, shift
 from models.keymap import abstract_parameters, count_parameters
-from models.numeric import TOLERANCE, errors_against, read_reference
-from models.parameters import Parameter, fill, fingerprint, parameters_of
+from models.numeric import TOLERANCE
+from models.parameters import fingerprint, parameters_of
 from models.wav2vec2_conformer import check_audio, count_frames, frame_mask, least_samples
+from tests.encoders import (
+    DATA,
+    call,
+    changed,
+    equations,
+    errors,
+    errors_of,
+    fields_of,
+    load,
+    make,
+    operations,
+    reference,
+    refused,
+    scopes,
+    tensors_of,
+    trace,
+)
 
-DATA = Path(__file__).parent / "data"
-NAMES = json.loads((DATA / "conformer" / "names.json").read_text())["classes"]
+NAME = "conformer"
+NAMES = json.loads((DATA / NAME / "names.json").read_text())["classes"]
 POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state")
 VALUES = [
     *(("conformer", point) for point in (*POINTS, "logits")),
@@ -35,43 +48,8 @@ CONFORMER_L = 107_469_312
 UNUSED = 1024 * 64 * 128 + 128 + 1024 + 1024
 
 
-@cache
-def load(name="conformer", dtype=None):
-    return models.load(DATA / name, dtype)
-
-
-@cache
-def errors_of(name):
-    return errors(load(name), name)
-
-
-def errors(model, name="conformer"):
-    reference = read_reference(DATA / name / "reference.npz")
-    return errors_against(FAMILY, model.config, model, reference)
-
-
-def worst(model, name="conformer"):
+def worst(model, name=NAME):
     return max(errors(model, name).values())
-
-
-def changed(model, config=None, **new):
-    """The model with a changed configuration or some parameters replaced by f(parameter)."""
-    values = [
-        Parameter(path=p.path, value=new[p.path](p.value)) if p.path in new else p
-        for p in parameters_of(model)
-    ]
-    return fill(FAMILY, config or model.config, "float32", values)
-
-
-def call(model, **arguments):
-    """The model's output by the jitted function, which compiles once for all tests of a shape."""
-    graphdef, state = nnx.split(model)
-    return _call(graphdef, state, arguments)
-
-
-@partial(jax.jit, static_argnums=0)
-def _call(graphdef, state, arguments):
-    return nnx.merge(graphdef, state)(**arguments)
 
 
 def audio(batch_size=2, samples=400):
@@ -83,21 +61,9 @@ def audio(batch_size=2, samples=400):
     return {"input_values": values, "attention_mask": mask}
 
 
-def trace(model, **arguments):
-    graphdef, state = nnx.split(model)
-    return jax.make_jaxpr(lambda s, given: nnx.merge(graphdef, s)(**given))(state, arguments)
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
 def tensors(name="Wav2Vec2ConformerForCTC"):
     """The good fixture's tensors under the names of a class, the rest of them random."""
-    good, generator = load_file(DATA / "conformer" / "model.safetensors"), np.random.default_rng(0)
+    good, generator = tensors_of(NAME), np.random.default_rng(0)
     prefix = "wav2vec2_conformer."
     return {
         key: good[key]
@@ -105,25 +71,6 @@ def tensors(name="Wav2Vec2ConformerForCTC"):
         else good.get(f"{prefix}{key}", generator.normal(size=shape).astype(np.float32))
         for key, shape in NAMES[name].items()
     }
-
-
-def fields_of(name="conformer", **change):
-    fields = json.loads((DATA / name / "config.json").read_text()) | change
-    return {name: value for name, value in fields.items() if value is not ...}
-
-
-def make(folder, found, **config):
-    """A folder with some tensors and the good configuration, or a changed one."""
-    folder.mkdir()
-    save_file(found, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields_of(**config)))
-    return folder
-
-
-def refused(folder):
-    with pytest.raises(models.KeyMismatchError) as caught:
-        models.load(folder)
-    return str(caught.value)
 
 
 # The forward pass
@@ -140,8 +87,8 @@ def test_every_value_of_the_reference_is_compared(name):
 
 
 def test_reference_is_compared_at_the_frames_of_real_audio_alone():
-    inputs = read_reference(DATA / "conformer" / "reference.npz").inputs
-    mask = FAMILY.token_mask(load().config, inputs)
+    inputs = reference(NAME).inputs
+    mask = FAMILY.token_mask(load(NAME).config, inputs)
     assert mask.shape == (2, 19)
     assert mask.sum(axis=1).tolist() == [19, 12]
 
@@ -170,7 +117,7 @@ def test_reference_is_compared_at_the_frames_of_real_audio_alone():
     ],
 )
 def test_wrong_variable_is_noticed(path, fault):
-    assert worst(changed(load(), **{path: fault})) > 0.01
+    assert worst(changed(load(NAME), **{path: fault})) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -186,8 +133,8 @@ def test_wrong_relative_shift_is_noticed(monkeypatch, fault):
     monkeypatch.setattr(conformer, "shift", fault)
     base = float(np.random.default_rng().uniform(3, 9))
     # The base is not used with relative positions: a new one has the model traced anew.
-    model = changed(load(), dataclasses.replace(load().config, rotary_base=base))
-    assert errors(model)["hidden_block_0"] > 0.1
+    model = changed(load(NAME), dataclasses.replace(load(NAME).config, rotary_base=base))
+    assert errors(model, NAME)["hidden_block_0"] > 0.1
 
 
 @pytest.mark.parametrize("change", [{"rotary_base": 1000.0}, {"activation": "gelu_tanh"}])
@@ -197,19 +144,14 @@ def test_wrong_rotary_constant_is_noticed(change):
     assert found > 10 * TOLERANCE
 
 
-def test_wrong_activation_of_the_audio_is_noticed():
-    config = dataclasses.replace(load().config, conv_activation="gelu_tanh")
-    assert errors(changed(load(), config))["hidden_embedding"] > 10 * TOLERANCE
-
-
 def test_norm_over_time_is_not_one_over_channels():
     model = changed(load("conformer_rotary"), **{"convolutions.0.norm.scale": jnp.ones_like})
     assert worst(model, "conformer_rotary") > 0.1
 
 
 def test_ignored_mask_is_noticed():
-    expected = read_reference(DATA / "conformer" / "reference.npz")
-    output = call(load(), input_values=expected.inputs["input_values"])
+    expected = reference(NAME)
+    output = call(load(NAME), input_values=expected.inputs["input_values"])
     difference = np.abs(output.logits - expected.outputs["logits"]).max(axis=(1, 2))
     assert difference[0] < 1e-4
     assert difference[1] > 0.1
@@ -243,8 +185,8 @@ def test_rotation_multiplies_pairs_as_complex_numbers():
 
 
 def test_frames_are_counted_as_the_convolutions_make_them():
-    config = load().config
-    shape = trace(load(), input_values=np.zeros((1, 400), np.float32)).out_avals[1].shape
+    config = load(NAME).config
+    shape = trace(load(NAME), input_values=np.zeros((1, 400), np.float32)).out_avals[1].shape
     assert shape == (1, count_frames(config, 400), 13)
     assert least_samples(config) == 30
     assert (count_frames(config, 30), count_frames(config, 29)) == (1, 0)
@@ -253,24 +195,26 @@ def test_frames_are_counted_as_the_convolutions_make_them():
 def test_frame_mask_keeps_the_frames_that_lie_in_the_audio_whole():
     mask = np.zeros((4, 400), np.int32)
     mask[0], mask[1, :250], mask[2, :30], mask[3, :29] = 1, 1, 1, 1
-    assert frame_mask(load().config, mask).sum(axis=1).tolist() == [19, 12, 1, 0]
+    assert frame_mask(load(NAME).config, mask).sum(axis=1).tolist() == [19, 12, 1, 0]
 
 
 def test_shortest_audio_is_accepted():
-    shapes = [a.shape for a in trace(load(), input_values=np.ones((2, 30), np.float32)).out_avals]
+    shapes = [
+        a.shape for a in trace(load(NAME), input_values=np.ones((2, 30), np.float32)).out_avals
+    ]
     assert shapes == [(2, 1, 24), (2, 1, 13)]
 
 
 def test_row_without_audio_is_finite():
     given = audio()
     given["attention_mask"][1] = 0
-    assert np.isfinite(call(load(), **given).logits).all()
+    assert np.isfinite(call(load(NAME), **given).logits).all()
 
 
 def test_padded_samples_do_not_reach_the_frames_of_audio():
     given = audio()
     other = given | {"input_values": given["input_values"] + 9 * (1 - given["attention_mask"])}
-    one, two = (call(load(), **g).logits for g in (given, other))
+    one, two = (call(load(NAME), **g).logits for g in (given, other))
     np.testing.assert_array_equal(one[0], two[0])
     np.testing.assert_array_equal(one[1, :12], two[1, :12])
 
@@ -288,27 +232,23 @@ def test_row_does_not_reach_others(name):
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 @pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
 def test_any_batch_size_traces_to_the_same_operations(name, batch_size):
-    def operations(size):
-        jaxpr = trace(load(name), **audio(size))
-        return [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
-
-    assert operations(batch_size) == operations(2)
+    model = load(name)
+    assert operations(model, **audio(batch_size)) == operations(model, **audio(2))
 
 
 def test_boolean_mask_is_the_same_as_integers():
-    mask, config = audio()["attention_mask"], load().config
+    mask, config = audio()["attention_mask"], load(NAME).config
     np.testing.assert_array_equal(frame_mask(config, mask), frame_mask(config, mask == 1))
 
 
 def test_every_operation_has_a_scope():
-    jaxpr = trace(load(), **audio())
-    scopes = {str(e.source_info.name_stack).split("/")[0] for e in jaxpr.jaxpr.eqns}
+    found = scopes(load(NAME), **audio())
     blocks = {"mlp_before", "attention", "convolution", "mlp_after"}
-    assert scopes == {"features", "frame_mask", "mask", "positions", "norm", "head"} | blocks
+    assert found == {"features", "frame_mask", "mask", "positions", "norm", "head"} | blocks
 
 
 def test_bfloat16_model_takes_norms_and_softmax_in_float32():
-    jaxpr = trace(load(dtype="bfloat16"), **audio())
+    jaxpr = trace(load(NAME, "bfloat16"), **audio())
     found = {
         equation.primitive.name: equation.invars[0].aval.dtype
         for equation in equations(jaxpr.jaxpr)
@@ -320,7 +260,7 @@ def test_bfloat16_model_takes_norms_and_softmax_in_float32():
 
 @pytest.mark.parametrize("name", ["conformer", "conformer_rotary"])
 def test_bfloat16_products_and_convolutions_stay_in_bfloat16(name):
-    jaxpr = trace(load(name, dtype="bfloat16"), **audio())
+    jaxpr = trace(load(name, "bfloat16"), **audio())
     kinds = {"dot_general", "conv_general_dilated"}
     found = [e for e in equations(jaxpr.jaxpr) if e.primitive.name in kinds]
     assert {v.aval.dtype for e in found for v in e.invars} == {jnp.dtype("bfloat16")}
@@ -328,7 +268,7 @@ def test_bfloat16_products_and_convolutions_stay_in_bfloat16(name):
 
 
 def test_output_is_a_frozen_tree_under_its_field_names():
-    output = call(load(), **audio())
+    output = call(load(NAME), **audio())
     leaves, _ = jax.tree_util.tree_flatten_with_path(output)
     assert [str(path[0]) for path, _ in leaves] == [".last_hidden_state", ".logits"]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -350,18 +290,18 @@ def test_features_have_no_logits():
 )
 def test_audio_that_does_not_fit_is_refused(shape, mask, message):
     with pytest.raises(models.InputError, match=message):
-        check_audio(load().config, shape, mask)
+        check_audio(load(NAME).config, shape, mask)
 
 
 # The encoder by itself
 
 
 def test_encoder_agrees_with_the_same_encoder_behind_audio():
-    reference = read_reference(DATA / "conformer" / "reference.npz")
-    mask = np.asarray(frame_mask(load().config, reference.inputs["attention_mask"]))
-    states = reference.outputs["hidden_embedding"]
-    output = call(load().encoder, hidden_states=states, attention_mask=mask)
-    expected = reference.outputs["last_hidden_state"][mask]
+    stored = reference(NAME)
+    mask = np.asarray(frame_mask(load(NAME).config, stored.inputs["attention_mask"]))
+    states = stored.outputs["hidden_embedding"]
+    output = call(load(NAME).encoder, hidden_states=states, attention_mask=mask)
+    expected = stored.outputs["last_hidden_state"][mask]
     difference = np.abs(np.asarray(output.last_hidden_state)[mask] - expected)
     assert difference.max() <= TOLERANCE * expected.std()
     assert output.logits is None
@@ -378,7 +318,7 @@ def test_encoder_agrees_with_the_same_encoder_behind_audio():
 )
 def test_frames_that_do_not_fit_are_refused(shape, mask, message):
     with pytest.raises(models.InputError, match=message):
-        check_frames(load().config, shape, mask)
+        check_frames(load(NAME).config, shape, mask)
 
 
 def test_conformer_l_has_the_known_number_of_parameters():
@@ -419,7 +359,7 @@ def test_full_size_model_has_the_known_number_of_parameters(config, total):
 
 
 def test_statistics_are_no_parameters():
-    model = load()
+    model = load(NAME)
     shapes, counted = abstract_parameters(model), abstract_parameters(model, nnx.Param)
     assert sorted({path.rpartition(".")[2] for path in set(shapes) - set(counted)}) == [
         "mean",
@@ -445,7 +385,7 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
 
 
 def test_tiny_config_is_that_of_its_file():
-    config = models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of())
+    config = models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of(NAME))
     assert config == models.Wav2Vec2ConformerConfig(
         num_layers=2,
         embed_dim=24,
@@ -484,7 +424,7 @@ def test_tiny_config_is_that_of_its_file():
 )
 def test_unsupported_field_is_refused_by_name(change, message):
     with pytest.raises(models.ConfigError, match=message):
-        models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of(**change))
+        models.Wav2Vec2ConformerConfig.from_hugging_face(fields_of(NAME, **change))
 
 
 @pytest.mark.parametrize(
@@ -493,7 +433,7 @@ def test_unsupported_field_is_refused_by_name(change, message):
 )
 def test_absent_field_has_the_default_of_transformers(name, default):
     parse = models.Wav2Vec2ConformerConfig.from_hugging_face
-    assert parse(fields_of(**{name: ...})) == parse(fields_of(**{name: default}))
+    assert parse(fields_of(NAME, **{name: ...})) == parse(fields_of(NAME, **{name: default}))
 
 
 # Folders
@@ -513,9 +453,11 @@ def test_unused_tensors_are_dropped_by_name():
 
 @pytest.mark.parametrize("name", ["Wav2Vec2ConformerModel", "Wav2Vec2ConformerForPreTraining"])
 def test_features_of_other_classes_are_the_same(tmp_path, name):
-    model = models.load(make(tmp_path / "m", tensors(name), architectures=[name]))
+    model = models.load(make(tmp_path / "m", NAME, tensors(name), architectures=[name]))
     assert model.head is None
-    expected = {p.path: p.value for p in parameters_of(load()) if not p.path.startswith("head.")}
+    expected = {
+        p.path: p.value for p in parameters_of(load(NAME)) if not p.path.startswith("head.")
+    }
     found = {p.path: p.value for p in parameters_of(model)}
     assert found.keys() == expected.keys()
     assert all((found[path] == expected[path]).all() for path in found)
@@ -528,7 +470,7 @@ def test_old_spelling_of_weight_norm_is_dropped(tmp_path):
         owner, _, last = key.rpartition(".")
         renamed = f"{owner.removesuffix('.parametrizations.weight')}.{old.get(last, last)}"
         found[renamed] = value
-    assert fingerprint(models.load(make(tmp_path / "m", found))) == fingerprint(load())
+    assert fingerprint(models.load(make(tmp_path / "m", NAME, found))) == fingerprint(load(NAME))
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
@@ -536,22 +478,22 @@ def test_missing_statistic_is_named(tmp_path, name):
     key = f"encoder.layers.1.conv_module.batch_norm.{name}"
     found = tensors()
     del found[f"wav2vec2_conformer.{key}"]
-    assert f"missing     {key}" in refused(make(tmp_path / "m", found))
+    assert f"missing     {key}" in refused(make(tmp_path / "m", NAME, found))
 
 
 def test_file_without_the_number_of_batches_is_read(tmp_path):
     found = {k: v for k, v in tensors().items() if not k.endswith("num_batches_tracked")}
-    assert fingerprint(models.load(make(tmp_path / "m", found))) == fingerprint(load())
+    assert fingerprint(models.load(make(tmp_path / "m", NAME, found))) == fingerprint(load(NAME))
 
 
 def test_unknown_tensor_is_unexpected(tmp_path):
     extra = {"wav2vec2_conformer.adapter.proj.weight": np.ones((2, 2), np.float32)}
-    message = refused(make(tmp_path / "m", tensors() | extra))
+    message = refused(make(tmp_path / "m", NAME, tensors() | extra))
     assert "unexpected  wav2vec2_conformer.adapter.proj.weight" in message
 
 
 def test_relative_tensors_do_not_fit_rotary_positions(tmp_path):
-    message = refused(make(tmp_path / "m", tensors(), position_embeddings_type="rotary"))
+    message = refused(make(tmp_path / "m", NAME, tensors(), position_embeddings_type="rotary"))
     assert "6 unexpected" in message
     assert "encoder.layers.0.self_attn.pos_bias_u" in message
 
@@ -567,14 +509,14 @@ def test_relative_tensors_do_not_fit_rotary_positions(tmp_path):
     ],
 )
 def test_wrong_shape_names_the_field_at_fault(tmp_path, change, message):
-    assert message in refused(make(tmp_path / "m", tensors(), **change))
+    assert message in refused(make(tmp_path / "m", NAME, tensors(), **change))
 
 
 def test_convolution_of_another_width_is_no_linear(tmp_path):
     key = "wav2vec2_conformer.encoder.layers.0.conv_module.pointwise_conv2.weight"
     found = tensors()
     found[key] = np.repeat(found[key], 2, axis=2)
-    message = refused(make(tmp_path / "m", found))
+    message = refused(make(tmp_path / "m", NAME, found))
     assert f"{key} has shape [24, 24, 2], wanted [24, 24, 1]" in message
 
 
@@ -585,5 +527,5 @@ def test_conversion_is_checked_against_the_reference_and_loads_again(tmp_path):
     )
     assert max(report.numeric.errors.values()) <= TOLERANCE
     again = models.load(tmp_path / "m", verify=True)
-    assert again.config == load().config
-    assert fingerprint(again) == fingerprint(load())
+    assert again.config == load(NAME).config
+    assert fingerprint(again) == fingerprint(load(NAME))

@@ -11,9 +11,7 @@ from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
 from models.parakeet import check_mels, count_frames, frame_mask
 from models.parakeet_checkpoint import key_map
-from models.parameters import fingerprint
 from tests.encoders import (
-    DATA,
     call,
     changed,
     equations,
@@ -296,14 +294,3 @@ def test_wrong_shape_names_the_field_of_the_section(tmp_path):
     fields = encoder_fields(conv_kernel_size=7)
     message = refused(make(tmp_path / "m", NAME, encoder_config=fields))
     assert "wanted [24, 1, 7] by encoder_config.conv_kernel_size 7" in message
-
-
-def test_conversion_is_checked_against_the_reference_and_loads_again(tmp_path):
-    source = DATA / NAME
-    report = models.convert(
-        source, tmp_path / "m", reference=source / "reference.npz", report=lambda _: None
-    )
-    assert max(report.numeric.errors.values()) <= TOLERANCE
-    again = models.load(tmp_path / "m", verify=True)
-    assert again.config == load(NAME).config
-    assert fingerprint(again) == fingerprint(load(NAME))

@@ -1,24 +1,35 @@
 import dataclasses
 import json
-from functools import cache, partial
-from pathlib import Path
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 import models
 from models.keymap import abstract_parameters, count_parameters
-from models.numeric import TOLERANCE, errors_against, read_reference
-from models.parameters import Parameter, fill, fingerprint, parameters_of
+from models.numeric import TOLERANCE
+from models.parameters import fingerprint
 from models.vit import check_shape, extract_patches
-from models.vit_checkpoint import FAMILY, key_map
+from models.vit_checkpoint import key_map
+from tests.encoders import (
+    DATA,
+    call,
+    changed,
+    equations,
+    errors,
+    errors_of,
+    fields_of,
+    load,
+    make,
+    operations,
+    refused,
+    scopes,
+    tensors_of,
+    trace,
+)
 
-DATA = Path(__file__).parent / "data"
 NAMES = json.loads((DATA / "vit" / "names.json").read_text())["classes"]
 POOLER = {"weight": (24, 24), "bias": (24,)}
 POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state")
@@ -29,81 +40,18 @@ VALUES = [
 ]
 
 
-@cache
-def load(name="vit", dtype=None):
-    return models.load(DATA / name, dtype)
-
-
-@cache
-def errors_of(name):
-    return errors(load(name), name)
-
-
-def errors(model, name="vit"):
-    reference = read_reference(DATA / name / "reference.npz")
-    return errors_against(FAMILY, model.config, model, reference)
-
-
-def changed(model, config=None, **new):
-    """The model with a changed configuration or some parameters replaced by f(parameter)."""
-    values = [
-        Parameter(path=p.path, value=new[p.path](p.value)) if p.path in new else p
-        for p in parameters_of(model)
-    ]
-    return fill(FAMILY, config or model.config, "float32", values)
-
-
-def call(model, pixel_values):
-    """The model's output by the jitted function, which compiles once for all tests of a shape."""
-    graphdef, state = nnx.split(model)
-    return _call(graphdef, state, pixel_values)
-
-
-@partial(jax.jit, static_argnums=0)
-def _call(graphdef, state, pixel_values):
-    return nnx.merge(graphdef, state)(pixel_values=pixel_values)
-
-
 def images(batch_size=2):
     generator = np.random.default_rng(batch_size)
     return generator.uniform(-1, 1, (batch_size, 3, 20, 20)).astype(np.float32)
 
 
-def trace(model, pixel_values):
-    graphdef, state = nnx.split(model)
-    return jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s)(x))(state, pixel_values)
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
 def tensors(name="ViTForImageClassification"):
     """The good fixture's tensors under the names of a class, the rest of them random."""
-    good, generator = load_file(DATA / "vit" / "model.safetensors"), np.random.default_rng(0)
+    good, generator = tensors_of("vit"), np.random.default_rng(0)
     return {
         key: good.get(key, good.get(f"vit.{key}", generator.normal(size=shape))).astype(np.float32)
         for key, shape in NAMES[name].items()
     }
-
-
-def make(folder, found, **config):
-    """A folder with some tensors and the good configuration, or a changed one."""
-    fields = json.loads((DATA / "vit" / "config.json").read_text()) | config
-    folder.mkdir()
-    save_file(found, folder / "model.safetensors")
-    kept = {name: value for name, value in fields.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))
-    return folder
-
-
-def refused(folder, kind):
-    with pytest.raises(kind) as caught:
-        models.load(folder)
-    return str(caught.value)
 
 
 # The forward pass
@@ -131,7 +79,7 @@ def test_every_value_of_the_reference_is_compared(name):
     ids=["rows-for-columns", "channels-reversed", "flipped", "query", "output"],
 )
 def test_permuted_weights_are_noticed(path, fault):
-    assert max(errors(changed(load(), **{path: fault})).values()) > 0.1
+    assert max(errors(changed(load("vit"), **{path: fault}), "vit").values()) > 0.1
 
 
 def test_patches_column_by_column_are_noticed():
@@ -139,7 +87,7 @@ def test_patches_column_by_column_are_noticed():
         grid = position[:, 1:].reshape(1, 5, 5, -1).transpose(0, 2, 1, 3)
         return jnp.concatenate([position[:, :1], grid.reshape(1, 25, -1)], axis=1)
 
-    found = errors(changed(load(), **{"embeddings.position": swap}))
+    found = errors(changed(load("vit"), **{"embeddings.position": swap}), "vit")
     assert found["hidden_embedding"] > 0.1
 
 
@@ -157,12 +105,14 @@ def test_patches_column_by_column_are_noticed():
     ],
 )
 def test_dropped_vector_is_noticed(path):
-    assert max(errors(changed(load(), **{path: jnp.zeros_like})).values()) > 10 * TOLERANCE
+    assert (
+        max(errors(changed(load("vit"), **{path: jnp.zeros_like}), "vit").values()) > 10 * TOLERANCE
+    )
 
 
 def test_tanh_gelu_is_noticed():
-    config = dataclasses.replace(load().config, activation="gelu_tanh")
-    assert errors(changed(load(), config))["logits"] > 10 * TOLERANCE
+    config = dataclasses.replace(load("vit").config, activation="gelu_tanh")
+    assert errors(changed(load("vit"), config), "vit")["logits"] > 10 * TOLERANCE
 
 
 def test_larger_epsilon_is_noticed_at_the_default_scale():
@@ -184,29 +134,26 @@ def test_patches_are_cut_row_by_row_with_channels_last():
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 def test_any_batch_size_traces_to_the_same_operations(batch_size):
-    def operations(size):
-        jaxpr = trace(load(), images(size))
-        return [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
-
-    assert operations(batch_size) == operations(2)
+    model = load("vit")
+    expected = operations(model, pixel_values=images(2))
+    assert operations(model, pixel_values=images(batch_size)) == expected
 
 
 def test_image_does_not_reach_others():
     given = images()
     other = np.stack([given[0], -given[1]])
-    one, two = (call(load(), x) for x in (given, other))
+    one, two = (call(load("vit"), pixel_values=x) for x in (given, other))
     np.testing.assert_array_equal(one.last_hidden_state[0], two.last_hidden_state[0])
     assert np.abs(one.logits[1] - two.logits[1]).max() > 0.1
 
 
 def test_every_operation_has_a_scope():
-    jaxpr = trace(load(), images())
-    scopes = {str(e.source_info.name_stack).split("/")[0] for e in jaxpr.jaxpr.eqns}
-    assert scopes == {"embeddings", "attention", "mlp", "norm", "classifier"}
+    found = scopes(load("vit"), pixel_values=images())
+    assert found == {"embeddings", "attention", "mlp", "norm", "classifier"}
 
 
 def test_bfloat16_model_takes_norms_and_softmax_in_float32():
-    jaxpr = trace(load(dtype="bfloat16"), images())
+    jaxpr = trace(load("vit", "bfloat16"), pixel_values=images())
     found = {
         equation.primitive.name: equation.invars[0].aval.dtype
         for equation in equations(jaxpr.jaxpr)
@@ -217,14 +164,14 @@ def test_bfloat16_model_takes_norms_and_softmax_in_float32():
 
 
 def test_bfloat16_matrix_products_stay_in_bfloat16():
-    jaxpr = trace(load(dtype="bfloat16"), images())
+    jaxpr = trace(load("vit", "bfloat16"), pixel_values=images())
     dots = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert {v.aval.dtype for e in dots for v in e.invars} == {jnp.dtype("bfloat16")}
     assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype("bfloat16")}
 
 
 def test_output_is_a_frozen_tree_under_its_field_names():
-    output = call(load(), images())
+    output = call(load("vit"), pixel_values=images())
     leaves, treedef = jax.tree_util.tree_flatten_with_path(output)
     assert [str(path[0]) for path, _ in leaves] == [".last_hidden_state", ".logits"]
     again = jax.tree_util.tree_unflatten(treedef, [leaf for _, leaf in leaves])
@@ -237,12 +184,12 @@ def test_output_is_a_frozen_tree_under_its_field_names():
 @pytest.mark.parametrize("shape", [(3, 20, 20), (2, 20, 20, 3), (2, 3, 20, 24), (2, 1, 20, 20)])
 def test_images_of_another_shape_are_refused(shape):
     with pytest.raises(models.InputError, match=r"\[batch, 3, 20, 20\] is needed"):
-        check_shape(load().config, shape)
+        check_shape(load("vit").config, shape)
 
 
 def test_model_checks_the_shape_of_its_images():
     with pytest.raises(models.InputError, match=r"shape is \(2, 3, 20, 16\)"):
-        load()(np.zeros((2, 3, 20, 16), np.float32))
+        load("vit")(np.zeros((2, 3, 20, 16), np.float32))
 
 
 # Sizes and configuration
@@ -289,7 +236,7 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
 
 
 def test_tiny_config_is_that_of_its_file():
-    fields = json.loads((DATA / "vit" / "config.json").read_text())
+    fields = fields_of("vit")
     assert models.ViTConfig.from_hugging_face(fields) == models.ViTConfig(
         num_layers=2,
         embed_dim=24,
@@ -319,14 +266,14 @@ def test_tiny_config_is_that_of_its_file():
     ],
 )
 def test_unsupported_field_is_refused_by_name(change, message):
-    fields = json.loads((DATA / "vit" / "config.json").read_text()) | change
+    fields = fields_of("vit", **change)
     with pytest.raises(models.ConfigError, match=message):
         models.ViTConfig.from_hugging_face(fields)
 
 
 @pytest.mark.parametrize("name", ["image_size", "patch_size", "num_channels", "layer_norm_eps"])
 def test_missing_size_is_refused(name):
-    fields = json.loads((DATA / "vit" / "config.json").read_text())
+    fields = fields_of("vit")
     del fields[name]
     with pytest.raises(models.ConfigError, match=f"{name} is missing"):
         models.ViTConfig.from_hugging_face(fields)
@@ -337,29 +284,31 @@ def test_missing_size_is_refused(name):
 
 def test_absent_labels_are_two(tmp_path):
     short = {k: v[:2] if k.startswith("classifier") else v for k, v in tensors().items()}
-    assert models.load(make(tmp_path / "m", short, id2label=...)).config.num_labels == 2
+    assert models.load(make(tmp_path / "m", "vit", short, id2label=...)).config.num_labels == 2
 
 
 def test_features_with_pooler_are_read_without_prefix(tmp_path):
-    model = models.load(make(tmp_path / "m", tensors("ViTModel"), architectures=["ViTModel"]))
-    output = call(model, images())
+    model = models.load(
+        make(tmp_path / "m", "vit", tensors("ViTModel"), architectures=["ViTModel"])
+    )
+    output = call(model, pixel_values=images())
     assert output.logits is None
     assert output.pooler_output.shape == (2, 24)
-    expected = call(load(), images()).last_hidden_state
+    expected = call(load("vit"), pixel_values=images()).last_hidden_state
     np.testing.assert_array_equal(output.last_hidden_state, expected)
 
 
 def test_features_without_pooler_give_none(tmp_path):
     found = {k: v for k, v in tensors("ViTModel").items() if not k.startswith("pooler")}
-    model = models.load(make(tmp_path / "m", found, architectures=["ViTModel"]))
-    assert model(images()).pooler_output is None
+    model = models.load(make(tmp_path / "m", "vit", found, architectures=["ViTModel"]))
+    assert model.pooler is None
 
 
 def test_pooler_beside_a_classifier_is_dropped(tmp_path):
     extra = {f"vit.pooler.dense.{k}": np.ones(s, np.float32) for k, s in POOLER.items()}
     lines = []
-    model = models.load(make(tmp_path / "m", tensors() | extra), report=lines.append)
-    assert fingerprint(model) == fingerprint(load())
+    model = models.load(make(tmp_path / "m", "vit", tensors() | extra), report=lines.append)
+    assert fingerprint(model) == fingerprint(load("vit"))
     assert lines[0] == (
         "config   vit, ViTForImageClassification: 2 layers x 24,"
         " 20 pixels in patches of 4, 5 labels"
@@ -372,12 +321,12 @@ def test_missing_tensor_is_named(tmp_path, key):
     found = tensors()
     del found[key]
     inner = key.removeprefix("vit.")
-    message = refused(make(tmp_path / "m", found), models.KeyMismatchError)
+    message = refused(make(tmp_path / "m", "vit", found))
     assert f"missing     {inner}" in message
 
 
 def test_bias_without_qkv_bias_is_unexpected(tmp_path):
-    message = refused(make(tmp_path / "m", tensors(), qkv_bias=False), models.KeyMismatchError)
+    message = refused(make(tmp_path / "m", "vit", tensors(), qkv_bias=False))
     assert "6 unexpected" in message
     assert "unexpected  vit.encoder.layer.1.attention.attention.value.bias" in message
 
@@ -392,15 +341,4 @@ def test_bias_without_qkv_bias_is_unexpected(tmp_path):
     ],
 )
 def test_wrong_shape_names_the_field_at_fault(tmp_path, change, message):
-    assert message in refused(make(tmp_path / "m", tensors(), **change), models.KeyMismatchError)
-
-
-def test_conversion_is_checked_against_the_reference_and_loads_again(tmp_path):
-    source = DATA / "vit"
-    report = models.convert(
-        source, tmp_path / "m", reference=source / "reference.npz", report=lambda _: None
-    )
-    assert max(report.numeric.errors.values()) <= TOLERANCE
-    again = models.load(tmp_path / "m", verify=True)
-    assert again.config == load().config
-    assert fingerprint(again) == fingerprint(load())
+    assert message in refused(make(tmp_path / "m", "vit", tensors(), **change))
