@@ -76,13 +76,19 @@ class Plan:
     date: str
 
     def __post_init__(self):
-        """Refuses sizes that are no split of the batch."""
+        """Refuses sizes that are no split of the batch, and what cannot be run."""
         fits = sum(self.sizes) == self.batch_size and len(self.sizes) == len(self.staggers)
         if not fits or not 1 <= len(self.sizes) <= MAX_SUB_BATCHES or min(self.sizes) < 1:
             raise InputError(
                 f"Plan(batch_size={self.batch_size}): sizes {self.sizes} with staggers "
                 f"{self.staggers}; one to {MAX_SUB_BATCHES} positive sizes that add up to the "
                 "batch, with as many staggers, are allowed; correct the plan or search again"
+            )
+        if self.unroll < 1 or (self.decision == "split" and len(self.sizes) == 1):
+            raise InputError(
+                f"Plan(decision={self.decision!r}): sizes {self.sizes}, unroll {self.unroll}; a "
+                "split has two sizes or more, and a step one block or more; correct the plan or "
+                "search again"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -72,6 +72,13 @@ def test_sizes_that_are_no_split_of_the_batch_are_refused(sizes, staggers):
     refused(lambda: replace(PLAN, sizes=sizes, staggers=staggers), InputError)
 
 
+@pytest.mark.parametrize(
+    "change", [{"unroll": 0}, {"unroll": -1}, {"sizes": (6,), "staggers": (0,)}], ids=str
+)
+def test_plan_that_cannot_run_is_refused(change):
+    refused(lambda: replace(PLAN, **change), InputError)
+
+
 def edited(tmp_path, edit):
     PLAN.save(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
