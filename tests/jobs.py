@@ -5,8 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 
-import pbjax
 from pallas_kernels.testing import assert_close
+from pbjax.pipeline import optimize
 
 from .networks import NETWORKS
 
@@ -14,7 +14,7 @@ HOUSE_FORM = re.compile(r"[^;]+: [^;]+;[^;]+;[^;]+")
 
 
 def run(network, batch_size, **options):
-    return pbjax.optimize(
+    return optimize(
         network.model,
         *network.inputs(batch_size),
         variables=network.variables,
