@@ -1,5 +1,11 @@
 """Settings of the test run: two CPU devices, strict ranks, no network, GPU tests only on a GPU."""
 
+import os
+
+# The kernel interpreter blocks one thread of the CPU client's pool for each warpgroup that waits:
+# the pool must be larger than a CTA, whatever the machine, or a test hangs.
+os.environ.setdefault("PJRT_NPROC", "16")
+
 import jax
 import pytest
 

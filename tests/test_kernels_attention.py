@@ -1,11 +1,6 @@
 """Attention on three layers: the interpreter with its race detector, lowering, and SASS."""
 
 import functools
-import os
-
-# The interpreter blocks one thread of the CPU client's pool per warpgroup that waits: the pool must
-# be larger than a CTA, whatever the machine, or a test hangs.
-os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
