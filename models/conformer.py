@@ -5,6 +5,7 @@ make hidden states of raw audio are in `models.wav2vec2_conformer`, the names of
 `models.conformer_checkpoint`. Not here: dropout, causal convolutions, streaming.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -69,6 +70,8 @@ class ConformerConfig:
         """Raises ConfigError unless the sizes fit together."""
         names = ("num_layers", "embed_dim", "mlp_dim", "num_heads", "kernel_size")
         check_positive(self, *names, "norm_eps", "rotary_base")
+        check_choice(self, "positions", ("relative", "rotary"))
+        check_choice(self, "activation", ACTIVATIONS)
         heads, dim = self.num_heads, self.embed_dim
         even = 2 * heads if self.positions == "rotary" else 2
         if dim % heads or dim % even:
@@ -364,6 +367,15 @@ def check_positive(config: object, *names: str) -> None:
     if bad := [f"{name} is {value}" for name, value in values.items() if not value > 0]:
         kind = type(config).__name__
         raise ConfigError(f"{kind}: {', '.join(bad)}; sizes are positive; correct them")
+
+
+def check_choice(config: object, name: str, allowed: Iterable[str]) -> None:
+    """Raises ConfigError unless a field of a configuration has one of the allowed values."""
+    value, names = getattr(config, name), list(allowed)
+    if value not in names:
+        kind = type(config).__name__
+        supported = f"supported are {', '.join(names)}"
+        raise ConfigError(f"{kind}: {name} is {value!r}; {supported}; choose one")
 
 
 def check_frames(

@@ -17,12 +17,14 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
 from models.conformer import (
+    ACTIVATIONS,
     BLOCK_NORM_EPS,
     Activation,
     ConformerConfig,
     ConformerEncoder,
     ConformerOutput,
     activate,
+    check_choice,
     check_positive,
 )
 from models.errors import ConfigError, InputError
@@ -81,6 +83,8 @@ class Wav2Vec2ConformerConfig(ConformerConfig):
     def __post_init__(self) -> None:
         """Raises ConfigError unless the sizes fit together."""
         ConformerConfig.__post_init__(self)
+        check_choice(self, "conv_norm", ("layer", "group"))
+        check_choice(self, "conv_activation", ACTIVATIONS)
         lists = (self.conv_dims, self.conv_kernels, self.conv_strides)
         if len({len(sizes) for sizes in lists}) > 1 or not self.conv_dims:
             raise ConfigError(

@@ -9,7 +9,7 @@ from flax import nnx
 
 import models
 from models import conformer
-from models.conformer import check_frames
+from models.conformer import check_choice, check_frames
 from models.conformer_checkpoint import FAMILY, encoder_key_map, key_map
 from models.conformer_positions import relative_table, rotary_table, rotate, shift
 from models.keymap import abstract_parameters, count_parameters
@@ -382,6 +382,12 @@ def test_statistics_are_no_parameters():
 def test_sizes_that_do_not_fit_are_refused(change, message):
     with pytest.raises(models.ConfigError, match=message):
         dataclasses.replace(models.Wav2Vec2ConformerConfig.large(), **change)
+
+
+def test_unknown_choice_is_refused():
+    config = models.ConformerConfig.conformer_l()
+    with pytest.raises(models.ConfigError, match="activation is 'silu'; supported are gelu, tanh;"):
+        check_choice(config, "activation", ("gelu", "tanh"))
 
 
 def test_tiny_config_is_that_of_its_file():
