@@ -35,7 +35,10 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a batch is run. Everything but measured, max_difference, reason and date is reproducible.
+    """How a batch is run.
+
+    One table gives one search, and so one digest, always. Which of the searched splits stands here,
+    and the decision, rest on whole programs that were measured.
 
     Attributes:
       model: Name of the model, for people.
