@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -127,9 +126,11 @@ class StageTimer:
             return function(*args)
 
         layout = WeightLayout.of(program)
-        lane = Lane(program, *self._environment(program, layout, size), run_and_keep)
+        outer, weights = self._environment(program, layout, size)
+        lane = Lane(program, outer, weights, run_and_keep)
         if program.prologue is not None:
             lane.run(PROLOGUE, 0)
+        lane.live.update(weights)  # as they are: slices of a stack would be a copy for every size
         for index in range(len(program.stages)):
             lane.run(index, 0)
         if program.epilogue is not None:
@@ -144,7 +145,7 @@ class StageTimer:
         for number, x, axis in zip(program.graph.inputs, self._inputs, self._in_axes, strict=True):
             outer[number] = x if axis is None else lax.slice_in_dim(x, 0, size, axis=axis)
         first_block = {
-            link.inner: jnp.expand_dims(self._weights[link.outer[0]], 0)
+            link.inner: self._weights[link.outer[0]]
             for link in layout.stacked
             if isinstance(link.outer[0], int)
         }

@@ -182,3 +182,15 @@ def test_real_clock_gives_positive_seconds():
     assert 0 < found.median_s < 1
     assert found.spread_s >= 0
     assert found.samples == timing.SAMPLES
+
+
+def test_no_weight_is_copied_for_a_size(run_once):
+    *_, analysis, timer = stage_timer("function_loop", 6)
+    shapes = {weight.shape for weight in analysis.weights}
+    own = {id(weight) for weight in analysis.weights}
+    for size in (2, 3, 4, 6):
+        for stage in analysis.outline.block:
+            timer(stage, size)
+    read = [arg for args, _ in run_once for arg in args if arg.shape in shapes]
+    assert read
+    assert all(id(arg) in own for arg in read)
