@@ -115,7 +115,7 @@ def analyse(
         )
     rows = find_rows(graph, probe, size, PROBE_SIZE, batch.axes)
     labels = classify(graph, device)
-    cutting = cut(graph, labels, device)
+    cutting = cut(graph, labels, device, probe)
 
     @cache
     def program_at(batch_size: int) -> Program:
@@ -250,9 +250,9 @@ def _translated(seam: Functional, batch_size: int) -> Generator[None]:
         if isinstance(error, PbjaxError):
             raise
         raise ModelError(
-            f"{seam.name}: cannot be traced at batch size {batch_size}: {_first_line(error)}; a "
-            "model must be a pure JAX function of its inputs at every batch size; branch with "
-            "jax.lax.cond, and take sizes from the inputs' shapes"
+            f"{seam.name}: raises at batch size {batch_size}: {_first_line(error)}; a model must "
+            "take inputs of the example's kind at every batch size, as a pure JAX function; "
+            "correct the example, or what the message names in the model"
         ) from error
 
 

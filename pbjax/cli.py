@@ -2,7 +2,8 @@
 
 Results go to stdout, progress and warnings to stderr. Imports stand inside the commands, so that
 --help answers at once. Exit codes: 0 done; 1 a model, plan or device that cannot be used; 2 a wrong
-argument or file; 3 an unsupported configuration; 4 tensors that do not fit; 5 a numeric check.
+argument or file; 3 an unsupported configuration; 4 tensors that do not fit; 5 a numeric check;
+130 interrupted.
 """
 
 import json
@@ -24,8 +25,22 @@ MB = 1_000_000
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"pbjax {version('pbjax')}")
+        raise typer.Exit
+    return wanted
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
     """Higher Transformer inference throughput on one GPU by staggered sub-batches."""
 
 
@@ -103,7 +118,8 @@ def optimize(
         say(f"\n{report}")
         if exhaustive and report.profile is not None:
             progress("exhaustive search", 0, 1, "")
-            found = search(report.outline, report.profile, batch, policy="exhaustive")
+            outline = report.measured_outline or report.outline
+            found = search(outline, report.profile, batch, policy="exhaustive")
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)
@@ -159,6 +175,9 @@ def _exit_codes() -> Generator[None]:
     """Turns the errors that are raised on purpose into one line on stderr and an exit code."""
     try:
         yield
+    except KeyboardInterrupt:
+        print("interrupted; a table given by --profile keeps what was measured", file=sys.stderr)
+        raise typer.Exit(130) from None
     except Exception as error:
         code = _exit_code(error)
         if code is None:

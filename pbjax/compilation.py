@@ -192,11 +192,19 @@ def verify(
 
 
 def measure(
-    programs: Sequence[CompiledProgram], leaves: Sequence[Array]
+    programs: Sequence[CompiledProgram],
+    leaves: Sequence[Array],
+    progress: Callable[[int, int, str], None],
 ) -> tuple[MeasuredProgram, ...]:
-    """Times programs in turn on the same inputs."""
+    """Times programs in turn on the same inputs.
+
+    Args:
+      programs: What to time.
+      leaves: Leaves of the inputs.
+      progress: Called as progress(done, total, item).
+    """
     calls = [partial(compiled.program, compiled.weights, *leaves) for compiled in programs]
-    timings = time_alternately(calls)
+    timings = time_alternately(calls, progress)
     return tuple(
         MeasuredProgram(
             name=compiled.way.name,

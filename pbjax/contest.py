@@ -88,8 +88,8 @@ def run_contest(
         difference = verify(analysis, leaves, splits, unsplit, report)
     timed: tuple[MeasuredProgram, ...] = ()
     if splits and not _settled(choice):
-        with phases.phase("measure"):
-            timed = measure((unsplit, *splits), leaves)
+        with phases.phase("measure") as report:
+            timed = measure((unsplit, *splits), leaves, report)
     verdict = _decide(unsplit, splits, timed, choice)
     return Contest(
         kept=verdict.kept,

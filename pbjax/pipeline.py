@@ -22,7 +22,7 @@ from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
-from pbjax.reports import Report
+from pbjax.reports import Report, SplitTimetable
 from pbjax.schedule import timetable
 from pbjax.tables import measured_table
 
@@ -199,6 +199,18 @@ def _build(
     return bucket, _report(analysis, choice, contest)
 
 
+def _timetables(analysis: Analysis, contest: Contest) -> tuple[SplitTimetable, ...]:
+    """Of the plan's split, then of the others that were built, but for those without staggers."""
+    plan = contest.plan
+    staggered = [(p.sizes, p.staggers) for p in contest.programs if any(p.staggers)]
+    ways = dict.fromkeys([(plan.sizes, plan.staggers), *staggered])
+    return tuple(
+        SplitTimetable(sizes=sizes, timetable=timetable(analysis.outline, staggers))
+        for sizes, staggers in ways
+        if len(sizes) > 1
+    )
+
+
 def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
     measurements = choice.measurements
     plan = contest.plan
@@ -221,7 +233,7 @@ def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
         measured_outline=measurements.outline if measurements else None,
         rows_measured=measurements.rows_measured if measurements else 0,
         search=choice.search,
-        timetable=timetable(analysis.outline, plan.staggers) if len(plan.sizes) > 1 else None,
+        timetables=_timetables(analysis, contest),
         programs=contest.programs,
         plan=plan,
         phases=(),

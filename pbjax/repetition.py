@@ -37,18 +37,19 @@ class Repetition:
         return self.start + self.period * (1 if self.scanned else self.count)
 
 
-def find_repetition(graph: Graph, seconds: Sequence[float]) -> Repetition:
+def find_repetition(graph: Graph, seconds: Sequence[float], probe: Graph) -> Repetition:
     """Finds the longest stretch of equal runs of operations, weighed by time.
 
     Args:
       graph: A traced function.
       seconds: The predicted time of each operation: what a stretch is worth.
+      probe: The function traced at another batch size.
 
     Returns:
       The repetition; all operations once if nothing repeats.
     """
     total = sum(seconds)
-    scanned = _longest_scan(graph, seconds)
+    scanned = _longest_scan(graph, seconds, probe)
     if scanned is not None and seconds[scanned.start] >= MIN_COVERAGE * total:
         return scanned
     worth = np.concatenate([[0.0], np.cumsum(seconds)])
@@ -61,13 +62,14 @@ def find_repetition(graph: Graph, seconds: Sequence[float]) -> Repetition:
     return Repetition(start=0, period=len(graph.operations), count=1)
 
 
-def _longest_scan(graph: Graph, seconds: Sequence[float]) -> Repetition | None:
+def _longest_scan(graph: Graph, seconds: Sequence[float], probe: Graph) -> Repetition | None:
+    """The scan that takes longest; a scan over the rows of the batch does not count."""
     scans = [
         i
-        for i, operation in enumerate(graph.operations)
+        for i, (operation, twin) in enumerate(zip(graph.operations, probe.operations, strict=True))
         if operation.primitive == "scan"
         and not operation.params["reverse"]
-        and operation.params["length"] > 1
+        and operation.params["length"] == twin.params["length"] > 1
     ]
     if not scans:
         return None

@@ -46,6 +46,14 @@ class MeasuredProgram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTimetable:
+    """A split with its timetable."""
+
+    sizes: tuple[int, ...]
+    timetable: Timetable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """Wall-clock seconds of one step of `optimize`."""
 
@@ -71,7 +79,7 @@ class Report:
       profile: The measured table; None if nothing was searched.
       rows_measured: How many rows of it were measured in this call.
       search: None if the split was given.
-      timetable: Of the split program; None if there is none.
+      timetables: Of the staggered programs, that of the plan first.
       programs: What was compiled and timed.
       plan: The decision.
       phases: Where the time went.
@@ -90,7 +98,7 @@ class Report:
     profile: Profile | None
     rows_measured: int
     search: SearchResult | None
-    timetable: Timetable | None
+    timetables: tuple[SplitTimetable, ...]
     programs: tuple[MeasuredProgram, ...]
     plan: Plan
     phases: tuple[Phase, ...]
@@ -202,33 +210,54 @@ def search_section(report: Report) -> str:
         f"search: {result.evaluations:,} evaluations in {result.seconds:.3f} s ({result.policy})"
     )
     columns = ("", "split", "staggers", "ms", "items/s", "balance", "bubbles")
-    return _table(title, columns, [_candidate_row(name, c) for name, c in rows if c])
+    legend = (
+        "balance: shortest over longest sub-batch; bubbles: share of the time in which the busiest "
+        "class\nidles; all predicted from the profile"
+    )
+    return f"{_table(title, columns, [_candidate_row(n, c) for n, c in rows if c])}\n{legend}"
 
 
 def timetable_section(report: Report) -> str:
     """Which stage of which sub-batch runs in which slot, as text."""
-    timetable = report.timetable
-    if timetable is None:
+    if not report.timetables:
         return ""
+    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.outline.block))
+    legend = f"timetable: < prologue, {letters}, > epilogue; ' = of the next block"
+    return "\n".join([legend, *(line for t in report.timetables for line in _timeline(t, report))])
+
+
+def _timeline(split: SplitTimetable, report: Report) -> list[str]:
+    timetable = split.timetable
     parts = [
         ("fill", timetable.fill),
         (f"{timetable.num_blocks - 1} x", timetable.steady),
         ("drain", timetable.drain),
     ]
+    if timetable.num_blocks == 1:
+        del parts[1]
     lines = []
     for j, stagger in enumerate(timetable.staggers):
         cells = [" ".join(_cell(slot, j, timetable) for slot in slots) for _, slots in parts]
-        lines.append((f"{report.plan.sizes[j]} rows, {stagger} ahead", " | ".join(cells)))
-    width = max(len(label) for label, _ in lines)
+        lines.append((f"{split.sizes[j]} rows, {stagger} ahead", " | ".join(cells)))
+    title = f"{_joined(split.sizes)}{_standing(split, report)}"
+    width = max(len(title), *(len(label) for label, _ in lines))
     heads = [name.center(3 * len(slots) - 1) for name, slots in parts]
-    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.outline.block))
-    return "\n".join(
-        [
-            f"timetable: < prologue, {letters}, > epilogue; ' = of the next block",
-            f"{'':{width}}  {' | '.join(heads)}",
-            *(f"{label:{width}}  {cells}" for label, cells in lines),
-        ]
-    )
+    return [
+        f"{title:{width}}  {' | '.join(heads)}".rstrip(),
+        *(f"{label:{width}}  {cells}".rstrip() for label, cells in lines),
+    ]
+
+
+def _standing(split: SplitTimetable, report: Report) -> str:
+    """Why a timetable is shown."""
+    plan, timetable = report.plan, split.timetable
+    if (split.sizes, timetable.staggers) != (plan.sizes, plan.staggers):
+        return ", measured too"
+    return ", runs" if plan.decision == "split" else ", fastest split, not kept"
+
+
+def _joined(sizes: Sequence[int]) -> str:
+    return "+".join(map(str, sizes))
 
 
 def programs_section(report: Report) -> str:
@@ -236,7 +265,7 @@ def programs_section(report: Report) -> str:
     rows = [
         (
             program.name,
-            "+".join(map(str, program.sizes)),
+            _joined(program.sizes),
             milliseconds(program.predicted_s),
             milliseconds(program.measured_s),
             milliseconds(program.spread_s),
@@ -259,8 +288,8 @@ def programs_section(report: Report) -> str:
         "compile s",
     )
     title = (
-        f"programs: ms for one pass over {report.batch_size} rows; memory beside the model's own "
-        "weights, inputs and outputs"
+        f"programs: ms for one pass over {report.batch_size} rows, median and distance of the "
+        "quartiles (spread);\nmemory beside the model's own weights, inputs and outputs"
     )
     return _table(title, columns, rows) if rows else ""
 
@@ -303,7 +332,7 @@ def _candidate_row(name: str, candidate: Candidate) -> tuple[object, ...]:
     prediction = candidate.prediction
     return (
         name,
-        "+".join(map(str, candidate.split.sizes)),
+        _joined(candidate.split.sizes),
         ", ".join(map(str, candidate.staggers)),
         milliseconds(prediction.makespan_s),
         f"{prediction.items_per_s:,.1f}",

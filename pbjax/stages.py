@@ -96,7 +96,7 @@ class Program:
         return tuple(sorted(needed & (written | carried)))
 
 
-def cut(graph: Graph, labels: Sequence[Label], device: Device) -> Cutting:
+def cut(graph: Graph, labels: Sequence[Label], device: Device, probe: Graph) -> Cutting:
     """Decides where a graph is cut.
 
     Of all cuttings of the block into contiguous stages the cheapest is taken, by dynamic
@@ -109,13 +109,14 @@ def cut(graph: Graph, labels: Sequence[Label], device: Device) -> Cutting:
       graph: The function traced at the whole batch.
       labels: One for each of its operations.
       device: Whose bandwidth the crossing values cost.
+      probe: The function traced at another batch size.
 
     Returns:
       The cutting.
     """
     seconds = fused_seconds(graph.operations, graph.avals, graph.outputs, labels, device)
     labels = [replace(label, seconds=s) for label, s in zip(labels, seconds, strict=True)]
-    repetition = find_repetition(graph, seconds)
+    repetition = find_repetition(graph, seconds, probe)
     block = extract_block(graph, repetition)
     if repetition.scanned:
         inner_labels = _body_labels(loop_body(graph.operations[repetition.start]), device)

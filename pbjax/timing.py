@@ -45,18 +45,22 @@ def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> 
     return _summary([_sample(function, args, calls) for _ in range(samples)])
 
 
-def time_alternately(functions: Sequence[Callable], *, samples: int = SAMPLES) -> list[Timing]:
+def time_alternately(
+    functions: Sequence[Callable], progress: Callable[[int, int, str], None], samples: int = SAMPLES
+) -> list[Timing]:
     """Wall-clock seconds of several functions, sampled in turn so that a drift hits all alike.
 
     Args:
       functions: Called without arguments; the first calls are not counted.
+      progress: Called as progress(done, total, item) before each round of samples.
       samples: How many samples of each to take.
     """
     for function in functions:
         jax.block_until_ready(function())
     calls = [_calls_per_sample(_sample(function, (), 1)) for function in functions]
     seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(samples):
+    for done in range(samples):
+        progress(done, samples, "rounds")
         for function, count, times in zip(functions, calls, seconds, strict=True):
             times.append(_sample(function, (), count))
     return [_summary(times) for times in seconds]

@@ -30,7 +30,7 @@ def fake_measure(seconds):
     """A stand-in for `compilation.measure`: seconds by the name of the program."""
     from pbjax.reports import MeasuredProgram
 
-    def measure(programs, leaves):
+    def measure(programs, leaves, progress):
         return tuple(
             MeasuredProgram(
                 name=compiled.way.name,

@@ -133,7 +133,7 @@ def test_model_that_branches_on_values_is_refused():
     def model(x):
         return x @ W if x.sum() > 0 else x
 
-    assert "cannot be traced" in refused(
+    assert "raises at batch size" in refused(
         ModelError, lambda: analyse(model, tokens(6), device=DEVICE)
     )
 

@@ -20,7 +20,7 @@ W = WEIGHTS[0]
 
 def found(function, *inputs):
     graph = trace(lambda params, *args: function(*args), (), *inputs)
-    repetition = find_repetition(graph, [1.0] * len(graph.operations))
+    repetition = find_repetition(graph, [1.0] * len(graph.operations), graph)
     return graph, repetition, extract_block(graph, repetition)
 
 
@@ -220,7 +220,7 @@ def test_stretch_of_little_time_is_not_the_block():
     graph = trace(lambda params, x: jnp.exp(function(x)) @ W, (), normal(9, 4, D))
     seconds = [0.01] * len(graph.operations)
     seconds[-1] = 99.0
-    assert find_repetition(graph, seconds).count == 1
+    assert find_repetition(graph, seconds, graph).count == 1
 
 
 LAYERS = (
@@ -254,3 +254,11 @@ def test_block_of_any_network_computes_what_the_network_computes(
         return values if kept else x
 
     check_equivalent(model, normal(9, 4, D), normal(8, 4, D))
+
+
+def test_scan_over_the_rows_is_no_block():
+    def model(x):
+        return jax.lax.map(lambda row: jnp.tanh(row @ jnp.ones((3, 3))), x)
+
+    graph, probe = (trace(lambda _, x: model(x), (), jnp.ones((b, 2, 3))) for b in (5, 2))
+    assert not find_repetition(graph, [1.0] * len(graph.operations), probe).scanned

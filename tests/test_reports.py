@@ -9,7 +9,14 @@ import pbjax
 from pbjax.analysis import analyse
 from pbjax.device import find_device
 from pbjax.profiling import Profile
-from pbjax.reports import WIDTH, MeasuredProgram, Phase, programs_section, timetable_section
+from pbjax.reports import (
+    WIDTH,
+    MeasuredProgram,
+    Phase,
+    SplitTimetable,
+    programs_section,
+    timetable_section,
+)
 from pbjax.schedule import timetable
 
 from .fakes import FakeTimer, fake_measure
@@ -81,7 +88,7 @@ def test_warnings_stand_before_the_decision(report):
 
 
 def test_what_was_not_done_is_left_out(report):
-    text = str(replace(report, profile=None, search=None, timetable=None, programs=()))
+    text = str(replace(report, profile=None, search=None, timetables=(), programs=()))
     for title in ("profile:", "search:", "timetable:", "programs:"):
         assert f"\n{title}" not in text
     assert "decision: " in text
@@ -122,7 +129,7 @@ def test_timetable_shows_every_stage_of_every_sub_batch(report):
     staggered = replace(
         report,
         outline=outline,
-        timetable=timetable(outline, (0, 1, 2)),
+        timetables=(SplitTimetable(sizes=(3, 2, 1), timetable=timetable(outline, (0, 1, 2))),),
         plan=replace(report.plan, sizes=(3, 2, 1), staggers=(0, 1, 2)),
     )
     head, _, *rows = timetable_section(staggered).splitlines()
