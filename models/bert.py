@@ -12,28 +12,23 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float
 
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
+from models.layers import (
+    ACTIVATIONS,
+    HUGGING_FACE_ACTIVATIONS,
+    INIT_STDDEV,
+    Ids,
+    Mask,
+    layer_norm,
+    linear,
+    look_up,
+)
 
-Ids = Integer[Array | np.ndarray, "B T"]
-Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
-
-ACTIVATIONS = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 # For each class that may have saved the file: whether it always holds a pooler.
 ARCHITECTURES = {
     "BertModel": False,
@@ -45,8 +40,6 @@ ARCHITECTURES = {
     "BertForSequenceClassification": True,
     "BertForMultipleChoice": True,
 }
-# Standard deviation of fresh weights; only used without a checkpoint.
-INIT_STDDEV = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +205,7 @@ class BertEmbeddings(nnx.Module):
         with jax.named_scope("embeddings"):
             ids = jnp.asarray(input_ids)
             types = jnp.zeros_like(ids) if token_type_ids is None else jnp.asarray(token_type_ids)
-            x = _look_up(self.word, ids) + _look_up(self.token_type, types)
+            x = look_up(self.word, ids) + look_up(self.token_type, types)
             positions = self.position.embedding[: ids.shape[1]]
             x = x + jnp.broadcast_to(positions, x.shape)
             return self.norm(x).astype(x.dtype)
@@ -223,7 +216,7 @@ class BertAttention(nnx.Module):
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
-        project = partial(_linear, config.embed_dim, config.embed_dim, dtype, rngs)
+        project = partial(linear, config.embed_dim, config.embed_dim, dtype, rngs)
         self.query = project()
         self.key = project()
         self.value = project()
@@ -256,8 +249,8 @@ class BertMlp(nnx.Module):
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
-        self.up = _linear(config.embed_dim, config.mlp_dim, dtype, rngs)
-        self.down = _linear(config.mlp_dim, config.embed_dim, dtype, rngs)
+        self.up = linear(config.embed_dim, config.mlp_dim, dtype, rngs)
+        self.down = linear(config.mlp_dim, config.embed_dim, dtype, rngs)
         self.norm = _layer_norm(config, dtype, rngs)
         self.activation = config.activation
 
@@ -301,7 +294,7 @@ class BertModel(nnx.Module):
         layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
         self.layers = nnx.List(layers)
         dim = config.embed_dim
-        self.pooler = _linear(dim, dim, dtype, rngs) if config.pooler else None
+        self.pooler = linear(dim, dim, dtype, rngs) if config.pooler else None
 
     def __call__(
         self,
@@ -378,23 +371,5 @@ def check_shapes(
             )
 
 
-def _look_up(table: nnx.Embed, ids: Integer[Array, "B T"]) -> Float[Array, "B T D"]:
-    # nnx.Embed would read a negative id from the end of the table.
-    rows = table.embedding[...].at[ids]
-    return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-
-def _linear(inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
-    init = nnx.initializers.normal(INIT_STDDEV)
-    return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=dtype, kernel_init=init, rngs=rngs)
-
-
 def _layer_norm(config: BertConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.embed_dim,
-        epsilon=config.norm_eps,
-        dtype=jnp.float32,
-        param_dtype=dtype,
-        use_fast_variance=False,
-        rngs=rngs,
-    )
+    return layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
