@@ -1,13 +1,11 @@
 """BLOOM's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
 
-from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from models.bloom import BloomConfig, BloomModel
+from models.decoder_checkpoint import describe, example, probe
 from models.keymap import Family, Leaf, Tie, embedding, linear, norm
 
 
@@ -33,42 +31,19 @@ def key_map(config: BloomConfig) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def _describe(config: BloomConfig) -> str:
-    size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
-    return size if config.lm_head else f"{size}, no head"
-
-
-def _example(config: BloomConfig) -> dict[str, np.ndarray]:
-    ids = (np.arange(32, dtype=np.int32).reshape(2, 16) * 7919 + 13) % config.vocab_size
-    mask = np.ones((2, 16), np.int32)
-    mask[1, :8] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def _probe(model: BloomModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
-
-
 FAMILY = Family(
     model_type="bloom",
     config=BloomConfig,
     parse=BloomConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: BloomModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
-    describe=_describe,
+    describe=describe,
     num_layers=lambda config: config.num_layers,
     leaves=key_map,
     prefix="transformer.",
     base=("word_embeddings", "word_embeddings_layernorm", "h", "ln_f"),
     dropped=(),
     ties=(Tie(key="lm_head.weight", equals="word_embeddings.weight"),),
-    example=_example,
-    probe=_probe,
+    example=lambda config: example(config.vocab_size, length=16),
+    probe=probe,
 )

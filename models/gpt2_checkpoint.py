@@ -1,11 +1,8 @@
 """GPT-2's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
 
-from collections.abc import Mapping
-
-import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
+from models.decoder_checkpoint import describe, positioned_example, probe
 from models.gpt2 import GPT2Config, GPT2Model
 from models.keymap import Dropped, Family, Leaf, Tie, conv1d, embedding, norm
 
@@ -38,44 +35,19 @@ def key_map(config: GPT2Config) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def _describe(config: GPT2Config) -> str:
-    size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
-    return size if config.lm_head else f"{size}, no head"
-
-
-def _example(config: GPT2Config) -> dict[str, np.ndarray]:
-    length = min(16, config.max_seq_len)
-    ids = (np.arange(2 * length, dtype=np.int32).reshape(2, length) * 7919 + 13) % config.vocab_size
-    mask = np.ones((2, length), np.int32)
-    mask[1, : length // 2] = 0
-    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-
-
-def _probe(model: GPT2Model, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
-
-
 FAMILY = Family(
     model_type="gpt2",
     config=GPT2Config,
     parse=GPT2Config.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: GPT2Model(config, dtype=dtype, rngs=nnx.Rngs(0)),
-    describe=_describe,
+    describe=describe,
     num_layers=lambda config: config.num_layers,
     leaves=key_map,
     prefix="transformer.",
     base=("wte", "wpe", "h", "ln_f"),
     dropped=(Dropped(label="mask buffers", pattern=r"h\.\d+\.attn\.(bias|masked_bias)"),),
     ties=(Tie(key="lm_head.weight", equals="wte.weight"),),
-    example=_example,
-    probe=_probe,
+    example=positioned_example,
+    probe=probe,
 )

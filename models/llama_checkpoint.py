@@ -1,12 +1,10 @@
 """LLaMA's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
 
-from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
+from models.decoder_checkpoint import describe, positioned_example, probe
 from models.keymap import Dropped, Family, Leaf, Tie, embedding, linear
 from models.llama import LlamaConfig, LlamaModel
 
@@ -51,29 +49,8 @@ def _norm(key: str, path: str) -> tuple[Leaf, ...]:
 
 
 def _describe(config: LlamaConfig) -> str:
-    size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
-    scaled = f"{size}, rope factor {config.rope_factor:g}" if config.rope_factor != 1 else size
-    return scaled if config.lm_head else f"{scaled}, no head"
-
-
-def _example(config: LlamaConfig) -> dict[str, np.ndarray]:
-    length = min(16, config.max_seq_len)
-    ids = (np.arange(2 * length, dtype=np.int32).reshape(2, length) * 7919 + 13) % config.vocab_size
-    mask = np.ones((2, length), np.int32)
-    mask[1, : length // 2] = 0
-    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-
-
-def _probe(model: LlamaModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
+    scaled = config.rope_factor != 1
+    return describe(config, f", rope factor {config.rope_factor:g}" if scaled else "")
 
 
 FAMILY = Family(
@@ -90,6 +67,6 @@ FAMILY = Family(
     dropped=(Dropped(label="rotary frequencies", pattern=r"(.+\.)?rotary_emb\.inv_freq"),),
     ties=(Tie(key="lm_head.weight", equals="embed_tokens.weight"),),
     tied_by_default=False,
-    example=_example,
-    probe=_probe,
+    example=positioned_example,
+    probe=probe,
 )

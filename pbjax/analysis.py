@@ -215,6 +215,7 @@ def _tracer(
     """Traces the model at any batch size, and checks that it stays the same model."""
     first: list[Graph] = []
 
+    @cache
     def graph_at(batch_size: int) -> Graph:
         # What JAX makes of a dtype: 64-bit numbers of numpy become 32-bit ones.
         as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)

@@ -149,10 +149,10 @@ def _sizes(split: str | None) -> tuple[int, ...] | None:
 
 
 def _exhaustive_line(searched, exhaustive) -> str:
-    from pbjax.reports import milliseconds
+    from pbjax.reports import joined, milliseconds
 
     best = exhaustive.best
-    sizes = "+".join(map(str, best.split.sizes))
+    sizes = joined(best.split.sizes)
     line = (
         f"exhaustive optimum: {sizes}, {milliseconds(best.prediction.makespan_s)} ms, "
         f"{exhaustive.evaluations:,} evaluations in {exhaustive.seconds:.1f} s"

@@ -8,8 +8,9 @@ from functools import cached_property, partial
 import jax
 from jaxtyping import Array
 
-from pbjax.analysis import Analysis
-from pbjax.execution import MIN_ROWS, SplitProgram, WeightLayout, overlap_options
+from pbjax.analysis import PROBE_SIZE, Analysis
+from pbjax.execution import SplitProgram, WeightLayout, overlap_options
+from pbjax.profile_rows import measured_size
 from pbjax.reports import MeasuredProgram
 from pbjax.schedule import timetable
 from pbjax.timing import time_alternately
@@ -78,7 +79,7 @@ class PackedWeights:
         """Stacks nothing yet."""
         num_params = len(jax.tree.leaves(analysis.model.params))
         self._leaves = analysis.weights
-        self.layout = WeightLayout.of(analysis.program_at(MIN_ROWS))
+        self.layout = WeightLayout.of(analysis.program_at(PROBE_SIZE))
         self.pack = partial(_pack, self.layout, analysis.weights[num_params:])
 
     @cached_property
@@ -130,7 +131,7 @@ def compile_split(
       way: Sizes and staggers.
       unroll: Blocks in one step of the loop.
     """
-    programs = tuple(analysis.program_at(max(size, MIN_ROWS)) for size in way.sizes)
+    programs = tuple(analysis.program_at(measured_size(size)) for size in way.sizes)
     run = SplitProgram(
         programs=programs,
         sizes=way.sizes,

@@ -20,7 +20,7 @@ from pbjax.compilation import (
 )
 from pbjax.phases import Phases
 from pbjax.plan import Plan, Seconds
-from pbjax.reports import MeasuredProgram, milliseconds
+from pbjax.reports import MeasuredProgram, joined, milliseconds
 
 # A split is kept only if it gains more than this many times the spread of the timings.
 NOISE_FACTOR = 2.0
@@ -128,7 +128,7 @@ def _decide(
     fastest, gain = others[index], base.measured_s - others[index].measured_s
     noise = NOISE_FACTOR * max(base.spread_s, fastest.spread_s)
     figures = (
-        f"{'+'.join(map(str, fastest.sizes))} takes {milliseconds(fastest.measured_s)} ms, unsplit "
+        f"{joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, unsplit "
         f"{milliseconds(base.measured_s)} ms"
     )
     if gain > noise:

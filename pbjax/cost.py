@@ -72,8 +72,8 @@ def equation_cost(equation: JaxprEqn) -> Cost:
     name = equation.primitive.name
     if name in _NESTED:
         return _NESTED[name](equation)
-    if name in _CALLS:
-        return _body_cost(equation.params[_CALLS[name]])
+    if name in CALLS:
+        return _body_cost(equation.params[CALLS[name]])
     if name in _VIEWS:
         return Cost()
     moved = float(_TOUCHED.get(name, _all_bytes)(equation))
@@ -320,7 +320,8 @@ _ELEMENTWISE, _VIEWS, _MOVES = (
     frozenset(names.split()) for names in (_ELEMENTWISE_NAMES, _VIEW_NAMES, _MOVE_NAMES)
 )
 
-_CALLS: Mapping[str, str] = {
+# Primitives that only call, and the parameter that holds what they call.
+CALLS: Mapping[str, str] = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",

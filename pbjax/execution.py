@@ -18,12 +18,10 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from pbjax.blocks import Apart, Collected, Stacked
+from pbjax.profile_rows import measured_size
 from pbjax.schedule import PROLOGUE, Slot, Timetable
 from pbjax.stages import Program, Stage
 from pbjax.trace import Atom, Aval, evaluate
-
-# JAX programs specialise on axes of size one, so a sub-batch of one row runs as two.
-MIN_ROWS = 2
 
 type Runner = Callable[[Stage, Sequence[Array]], Sequence[Array]]
 
@@ -221,7 +219,7 @@ class SplitProgram:
     """A function that runs a batch in sub-batches, as their timetable says.
 
     Attributes:
-      programs: One for each sub-batch, traced at its size (at MIN_ROWS for a single row).
+      programs: One for each sub-batch, traced at its size (a single row at two: `measured_size`).
       sizes: Rows of each sub-batch.
       timetable: Which stage of which sub-batch runs in which slot.
       layout: How the weights are passed.
@@ -322,11 +320,12 @@ def _states(lanes: Sequence[Lane], staggers: Sequence[int]) -> list[tuple[Array,
 
 
 def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
-    """The rows of a sub-batch; a single row comes twice (MIN_ROWS)."""
+    """The rows of a sub-batch, as many as it is traced at: a single row comes twice."""
     if axis is None:
         return x
     rows = lax.slice_in_dim(x, start, start + size, axis=axis)
-    return lax.concatenate([rows] * MIN_ROWS, axis) if size < MIN_ROWS else rows
+    copies = measured_size(size) // size
+    return lax.concatenate([rows] * copies, axis) if copies > 1 else rows
 
 
 def _strong(x: Array, dtype: jnp.dtype) -> Array:

@@ -239,7 +239,7 @@ def _timeline(split: SplitTimetable, report: Report) -> list[str]:
     for j, stagger in enumerate(timetable.staggers):
         cells = [" ".join(_cell(slot, j, timetable) for slot in slots) for _, slots in parts]
         lines.append((f"{split.sizes[j]} rows, {stagger} ahead", " | ".join(cells)))
-    title = f"{_joined(split.sizes)}{_standing(split, report)}"
+    title = f"{joined(split.sizes)}{_standing(split, report)}"
     width = max(len(title), *(len(label) for label, _ in lines))
     heads = [name.center(3 * len(slots) - 1) for name, slots in parts]
     return [
@@ -256,7 +256,8 @@ def _standing(split: SplitTimetable, report: Report) -> str:
     return ", runs" if plan.decision == "split" else ", fastest split, not kept"
 
 
-def _joined(sizes: Sequence[int]) -> str:
+def joined(sizes: Sequence[int]) -> str:
+    """Sizes of sub-batches as 48+32+16."""
     return "+".join(map(str, sizes))
 
 
@@ -265,7 +266,7 @@ def programs_section(report: Report) -> str:
     rows = [
         (
             program.name,
-            _joined(program.sizes),
+            joined(program.sizes),
             milliseconds(program.predicted_s),
             milliseconds(program.measured_s),
             milliseconds(program.spread_s),
@@ -332,7 +333,7 @@ def _candidate_row(name: str, candidate: Candidate) -> tuple[object, ...]:
     prediction = candidate.prediction
     return (
         name,
-        _joined(candidate.split.sizes),
+        joined(candidate.split.sizes),
         ", ".join(map(str, candidate.staggers)),
         milliseconds(prediction.makespan_s),
         f"{prediction.items_per_s:,.1f}",

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.errors import DeviceError
-from pbjax.execution import MIN_ROWS, Lane, WeightLayout, overlap_options, run_inline
+from pbjax.execution import Lane, WeightLayout, overlap_options, run_inline
+from pbjax.profile_rows import measured_size
 from pbjax.profiling import StageInfo, Timing
 from pbjax.schedule import PROLOGUE
 from pbjax.stages import Program, Stage
@@ -79,7 +80,7 @@ class StageTimer:
         """Prepares to time stages.
 
         Args:
-          program_at: The program traced at a batch size of MIN_ROWS or more.
+          program_at: The program traced at a batch size that `measured_size` gives.
           weights: Leaves of the params, then captured arrays.
           inputs: Leaves of the example inputs; their first rows feed smaller sub-batches.
           in_axes: Batch axis of each input, or None.
@@ -113,7 +114,7 @@ class StageTimer:
         return together / alone[0], together / alone[1]
 
     def _prepared(self, name: str, batch_size: int) -> tuple[Callable, Sequence[Array]]:
-        size = max(batch_size, MIN_ROWS)
+        size = measured_size(batch_size)
         if size not in self._stages:
             self._stages[size] = self._run_through(self._program_at(size), size)
         return self._stages[size][name]

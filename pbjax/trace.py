@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
+from pbjax.cost import CALLS
 from pbjax.errors import ModelError
 
 type Atom = int | Literal
@@ -27,18 +28,6 @@ type Atom = int | Literal
 # among them.
 _NOT_USERS = ("<", f"{Path(jax.__file__).parent}/", f"{Path(__file__).parent}/")
 _FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
-
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
 
 
 @runtime_checkable
@@ -286,7 +275,7 @@ class _Builder:
     def inline(self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: str) -> None:
         for equation in jaxpr.eqns:
             inner_scope = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
-            body_name = INLINED.get(equation.primitive.name)
+            body_name = CALLS.get(equation.primitive.name)
             if body_name is None:
                 self._append(equation, env, inner_scope)
             else:

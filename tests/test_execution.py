@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from pallas_kernels.testing import assert_close
 from pbjax.analysis import analyse
 from pbjax.device import find_device
-from pbjax.execution import MIN_ROWS, SplitProgram, WeightLayout
+from pbjax.execution import SplitProgram, WeightLayout
+from pbjax.profile_rows import measured_size
 from pbjax.schedule import timetable
 
 from .networks import NETWORKS
@@ -25,7 +26,7 @@ def cases(draw):
 
 
 def split_program(analysis, sizes, staggers, unroll=1):
-    programs = tuple(analysis.program_at(max(size, MIN_ROWS)) for size in sizes)
+    programs = tuple(analysis.program_at(measured_size(size)) for size in sizes)
     num_stages = len(analysis.outline.block)
     return SplitProgram(
         programs=programs,

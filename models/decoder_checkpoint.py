@@ -1,0 +1,46 @@
+"""What the checkpoints of all causal decoders share: their description and fixed forward pass."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Array
+
+from models.bloom import BloomConfig, BloomModel
+from models.gpt2 import GPT2Config, GPT2Model
+from models.llama import LlamaConfig, LlamaModel
+
+type DecoderConfig = BloomConfig | GPT2Config | LlamaConfig
+type Decoder = BloomModel | GPT2Model | LlamaModel
+
+
+def describe(config: DecoderConfig, extra: str = "") -> str:
+    """Returns one line for the report, with what a family adds to it."""
+    size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
+    return f"{size}{extra}" if config.lm_head else f"{size}{extra}, no head"
+
+
+def example(vocab_size: int, length: int) -> dict[str, np.ndarray]:
+    """Returns two fixed sequences; half of the second is padding on the left."""
+    ids = (np.arange(2 * length, dtype=np.int32).reshape(2, length) * 7919 + 13) % vocab_size
+    mask = np.ones((2, length), np.int32)
+    mask[1, : length // 2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def positioned_example(config: GPT2Config | LlamaConfig) -> dict[str, np.ndarray]:
+    """Returns the example of a family with positions, which count from the first real token."""
+    inputs = example(config.vocab_size, min(16, config.max_seq_len))
+    positions = np.maximum(inputs["attention_mask"].cumsum(1) - 1, 0).astype(np.int32)
+    return inputs | {"position_ids": positions}
+
+
+def probe(model: Decoder, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
+    """Returns the values of a forward pass that conversions store and compare."""
+    states = model.hidden_states(**inputs)
+    output = model(**inputs)
+    values = {
+        "hidden_embedding": states[0],
+        "hidden_block_0": states[1],
+        "last_hidden_state": output.last_hidden_state,
+    }
+    return values if output.logits is None else values | {"logits": output.logits}
