@@ -41,7 +41,7 @@ def main() -> None:
     items = [i for i, case in enumerate(cases) if case.opponents]
     prepare = functools.partial(_prepare, kernels, args.pattern)
     rows, provenance = [], {}
-    for index, result in pool.run(prepare, _measure, items, args.workers):
+    for index, result in pool.run(prepare, _measure, items, args.workers, quiet=True):
         if isinstance(result, str):
             print(f"{cases[index].kernel} {cases[index].name} FAILED {result}", flush=True)
             continue

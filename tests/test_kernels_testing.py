@@ -88,11 +88,12 @@ def describe(x, prepared):
     return f"{x}: {prepared}"
 
 
-def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch):
+@pytest.mark.parametrize("quiet", [True, False])
+def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch, quiet):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     pool = importlib.import_module("kernel_cases.pool")
-    found = dict(pool.run(square, describe, [1, 2, 3], workers=2))
+    found = dict(pool.run(square, describe, [1, 2, 3], workers=2, quiet=quiet))
     assert found == {1: "1: 1", 2: "2: 4", 3: "ValueError: three"}
 
 

@@ -12,17 +12,18 @@ def run(
     measure: Callable[[Any, Any], Any],
     items: list[Any],
     workers: int,
+    *,
+    quiet: bool,
 ) -> Iterator[tuple[Any, Any]]:
     """Yields (item, result) as they come; a result is an exception's text where one was raised.
-
-    Every item is prepared before the first is measured, so that nothing compiles or autotunes
-    beside a measurement.
 
     Args:
       prepare: Compiles an item, in a worker process; a function of a module, as `measure` is.
       measure: Runs what prepare returned, alone on the GPU; its result must pickle.
       items: Picklable.
       workers: Number of processes.
+      quiet: Prepare every item before the first is measured, so that nothing compiles or autotunes
+        beside a measurement. Without it an item is measured as soon as it is ready.
 
     Yields:
       Each item with its result.
@@ -33,7 +34,8 @@ def run(
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     context = multiprocessing.get_context("spawn")
     workers = min(workers, len(items))
-    barrier, lock, queue = context.Barrier(workers), context.Lock(), context.Queue()
+    barrier = context.Barrier(workers) if quiet else None
+    lock, queue = context.Lock(), context.Queue()
     processes = [
         context.Process(
             target=_work, args=(prepare, measure, items[i::workers], barrier, lock, queue)
@@ -59,9 +61,11 @@ def run(
 
 
 def _work(prepare, measure, items, barrier, lock, queue) -> None:
-    prepared = [_attempt(prepare, item) for item in items]
-    barrier.wait()
-    for item, ready in zip(items, prepared, strict=True):
+    prepared = ((item, _attempt(prepare, item)) for item in items)
+    if barrier is not None:
+        prepared = list(prepared)
+        barrier.wait()
+    for item, ready in prepared:
         if isinstance(ready, str):
             queue.put((item, ready))
             continue
