@@ -1,11 +1,19 @@
 """Which implementation of a kernel runs, and the device it would run on."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
 
+from pallas_kernels.operation import as_operation
+
 Implementation = Literal["mosaic_gpu", "xla"]
+
+# What a call that says None gets, inside `with default_...(value):`; jit traces anew where it
+# changes. So a caller chooses for kernels that lie deep in a model.
+default_implementation = jax.make_user_context(None)
+default_sm_budget = jax.make_user_context(None)
 
 # The SM count of an H100 or H200 (SXM), used where code is traced or lowered without a GPU.
 HOPPER_SMS = 132
@@ -19,12 +27,16 @@ def dispatch[Out](
     """Calls the implementation that is named, or else the first candidate that can.
 
     A candidate raises NotImplementedError where its backend cannot do what is asked, and nothing
-    else by it.
+    else by it. Where none is named, a program that is traced for a Hopper GPU gets one operation,
+    whatever its shape, with XLA's implementation as its meaning; one for any other device gets
+    XLA's implementation itself.
 
     Args:
       kernel: Name of the public function, for messages.
-      implementation: The one to use, which then fails loudly; None tries the candidates in order.
-      candidates: What each implementation would do, best first.
+      implementation: The one to use, which then fails loudly; None: `default_implementation`, or
+        if that is None too, the best that can.
+      candidates: What each implementation would do, best first; the last is "xla", which always
+        can.
 
     Returns:
       What the candidate returns.
@@ -32,40 +44,46 @@ def dispatch[Out](
     Raises:
       ValueError: An implementation that this kernel does not have.
       NotImplementedError: The named implementation cannot.
-      ExceptionGroup: None was named and no candidate can; holds each one's NotImplementedError.
     """
-    if implementation is not None:
-        if implementation not in candidates:
-            raise ValueError(
-                f"{kernel}(implementation={implementation!r}): no such implementation; there are "
-                f"{', '.join(map(repr, candidates))} and None for the best that can; name one of "
-                "these"
-            )
-        return candidates[implementation]()
-    refusals = []
-    for candidate in candidates.values():
-        try:
+    if implementation is None:
+        implementation = default_implementation.value
+    if implementation is None:
+        if not targets_hopper():
+            return candidates["xla"]()
+        return as_operation(kernel, lambda: _first(candidates), candidates["xla"])
+    if implementation not in candidates:
+        raise ValueError(
+            f"{kernel}(implementation={implementation!r}): no such implementation; there are "
+            f"{', '.join(map(repr, candidates))} and None for the best that can; name one of these"
+        )
+    return candidates[implementation]()
+
+
+def _first[Out](candidates: Mapping[Implementation, Callable[[], Out]]) -> Out:
+    """What the first candidate returns that can do what is asked."""
+    *kernels, plain = candidates.values()
+    for candidate in kernels:
+        with contextlib.suppress(NotImplementedError):
             return candidate()
-        except NotImplementedError as refusal:
-            refusals.append(refusal)
-    raise ExceptionGroup(f"{kernel}(): no implementation can do this", refusals)
+    return plain()
 
 
 def require_hopper(kernel: str) -> None:
     """Refuses unless the program being traced is for a Hopper GPU.
 
-    Called for implementation=None only: a kernel that is named is traced wherever it stands, for
-    the interpreter and for lowering on a machine without a GPU.
-
     Raises:
       NotImplementedError: The target is no Hopper GPU.
     """
-    kind = _target_kind()
-    if not any(name in kind for name in ("H100", "H200", "H800", "GH200", "H20")):
+    if not targets_hopper():
         raise NotImplementedError(
-            f"{kernel}(implementation='mosaic_gpu'): the device is {kind!r}; the kernel needs a "
-            "Hopper GPU (sm_90a); use implementation='xla'"
+            f"{kernel}(implementation='mosaic_gpu'): the device is {_target_kind()!r}; the kernel "
+            "needs a Hopper GPU (sm_90a); use implementation='xla'"
         )
+
+
+def targets_hopper() -> bool:
+    """Whether the program being traced is for a Hopper GPU."""
+    return any(name in _target_kind() for name in ("H100", "H200", "H800", "GH200", "H20"))
 
 
 def num_sms() -> int:
@@ -78,13 +96,17 @@ def num_sms() -> int:
 
 
 def check_sm_budget(kernel: str, sm_budget: int | None) -> int:
-    """Returns the number of SMs a persistent kernel may fill: sm_budget, or all of them for None.
+    """Returns the number of SMs a persistent kernel may fill.
+
+    That is sm_budget; for None `default_sm_budget`, or if that is None too, all of them.
 
     Raises:
       TypeError: The budget is no integer.
       ValueError: The budget is below 1 or above what the device has.
     """
     available = num_sms()
+    if sm_budget is None:
+        sm_budget = default_sm_budget.value
     if sm_budget is None:
         return available
     if isinstance(sm_budget, bool) or not isinstance(sm_budget, int):

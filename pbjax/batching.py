@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import ArrayLike
 
+from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.batching_indexing import INDEXING_RULES, fold, generate, index_step, special
 from pbjax.batching_layout import Constant, Fact, Kind, Layout, Rows, Step, fits, refuse
 from pbjax.batching_rules import RULES, Located
@@ -389,7 +390,14 @@ def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     return tuple(merged or ())
 
 
+def _kernel(walk: _Walk, step: Step) -> tuple[Fact, ...]:
+    """A kernel does to the rows what it means in plain JAX."""
+    bodies = body_graph(step.params["plain"]), body_graph(step.twin_params["plain"])
+    return tuple(_results(walk, bodies, step.facts))
+
+
 _NESTED: Mapping[str, Callable[[_Walk, Step], tuple[Fact, ...]]] = {
+    KERNEL: _kernel,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

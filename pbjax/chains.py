@@ -6,6 +6,7 @@ which is what decides where a block is worth cutting.
 
 from collections.abc import Sequence
 
+from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.classify import Label
 from pbjax.dataflow import nbytes
 from pbjax.device import Device, ResourceClass
@@ -14,6 +15,7 @@ from pbjax.trace import Atom, Aval, Operation
 # Primitives that are kernels of their own; XLA fuses all others into chains.
 KERNELS = frozenset(
     (
+        KERNEL,
         "conv_general_dilated",
         "cond",
         "cumlogsumexp",

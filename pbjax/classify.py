@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jax.extend.core import ClosedJaxpr
+
+from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.cost import Cost, equation_cost
 from pbjax.device import Device, ResourceClass
 from pbjax.outline import StageInfo
@@ -25,6 +28,7 @@ FLOPS_PER_TRANSCENDENTAL = 16
 
 _CONTRACTIONS = frozenset(
     (
+        KERNEL,
         "dot_general",
         "conv_general_dilated",
         "ragged_dot_general",
@@ -140,6 +144,8 @@ def _label(operation: Operation, device: Device) -> Label:
     if operation.primitive == "cond":
         labels = [_nested([branch], cost, 1, device) for branch in params["branches"]]
         return max(labels, key=lambda label: label.seconds)
+    if operation.primitive == KERNEL and not _contracts(params["plain"]):
+        return _other(cost, device)
     if operation.primitive in _CONTRACTIONS and cost.known:
         return _contraction(operation, cost, device)
     return _other(cost, device)
@@ -164,6 +170,10 @@ def _contraction(operation: Operation, cost: Cost, device: Device) -> Label:
     bound = cost.intensity > device.ridge_point(dtype)
     resource = ResourceClass.TENSOR if bound else ResourceClass.MEMORY
     return Label(resource=resource, cost=cost, seconds=max(memory_s, compute_s))
+
+
+def _contracts(body: ClosedJaxpr) -> bool:
+    return any(o.primitive in _CONTRACTIONS for o in body_graph(body).operations)
 
 
 def _free_rows(operation: Operation) -> int:

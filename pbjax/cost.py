@@ -9,9 +9,11 @@ decided in `classify`.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from pallas_kernels.operation import PRIMITIVE as KERNEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +368,13 @@ def _pallas_cost(equation: JaxprEqn) -> Cost:
     )
 
 
+def _kernel_cost(equation: JaxprEqn) -> Cost:
+    """The arithmetic of what a kernel means; of its bytes only operands and results exist."""
+    return replace(_body_cost(equation.params["plain"]), bytes=float(_all_bytes(equation)))
+
+
 _NESTED: Mapping[str, Callable[[JaxprEqn], Cost]] = {
+    KERNEL: _kernel_cost,
     "scan": _scan_cost,
     "while": _while_cost,
     "cond": _cond_cost,

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
+import pallas_kernels
 from pbjax.cost import CALLS
 from pbjax.errors import ModelError
 
@@ -26,7 +27,8 @@ type Atom = int | Literal
 
 # Frames that are no line of the user's model; a model may lie in any folder, one named jax or pbjax
 # among them.
-_NOT_USERS = ("<", f"{Path(jax.__file__).parent}/", f"{Path(__file__).parent}/")
+_LIBRARIES = (jax.__file__, pallas_kernels.__file__, __file__)
+_NOT_USERS = ("<", *(f"{Path(file).parent}/" for file in _LIBRARIES))
 _FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
 
 

@@ -1,0 +1,100 @@
+"""A kernel as one JAX operation that carries its meaning in plain JAX with it.
+
+What looks at a traced program sees one operation with a name, the operands and `plain`, the same
+result as a jaxpr of ordinary primitives, rather than a launch it cannot read. On a GPU the kernel
+runs; on any other platform the plain form does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+from jaxtyping import Array
+
+# Name of the primitive in a traced program. Its parameters are `name`, that of the public function;
+# `kernel`, a `Kernel`; and `plain`, a closed jaxpr of the same operands and results.
+PRIMITIVE = "pallas_kernel"
+
+_kernel_p = Primitive(PRIMITIVE)
+_kernel_p.multiple_results = True
+
+
+class Kernel:
+    """A traced launch, equal to no other and always printed alike: its code has no stable text."""
+
+    def __init__(self, jaxpr: ClosedJaxpr):
+        """Takes the launch as it was traced, all operands being arguments."""
+        self._run = jaxpr_as_fun(jaxpr)
+
+    def __call__(self, *operands: Array) -> Sequence[Array]:
+        """Runs it."""
+        return self._run(*operands)
+
+    def __repr__(self) -> str:
+        """The same for all: what is computed stands in `plain`."""
+        return "Kernel()"
+
+
+def as_operation[Out](name: str, kernel: Callable[[], Out], plain: Callable[[], Out]) -> Out:
+    """Calls a kernel as one operation.
+
+    Args:
+      name: Of the public function.
+      kernel: Launches the kernel on the arrays that it closes over.
+      plain: Computes the same, from the same arrays, in plain JAX.
+
+    Returns:
+      What `kernel` returns, or `plain` where the program is lowered for no GPU. Where nothing is
+      being traced, the kernel is called as it is.
+    """
+    launch, out_shape = jax.make_jaxpr(kernel, return_shape=True)()
+    meaning, meant_shape = jax.make_jaxpr(plain, return_shape=True)()
+    if out_shape != meant_shape:
+        raise AssertionError(f"{name}: the kernel gives {out_shape}, plain JAX {meant_shape}")
+    operands = list({id(x): x for x in (*launch.consts, *meaning.consts)}.values())
+    if not any(isinstance(x, jax.core.Tracer) for x in operands):
+        return kernel()
+    results = _kernel_p.bind(
+        *operands,
+        name=name,
+        kernel=Kernel(_over(launch, operands)),
+        plain=_over(meaning, operands),
+    )
+    return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def _over(closed: ClosedJaxpr, operands: Sequence[Array]) -> ClosedJaxpr:
+    """The jaxpr with what it closed over as arguments, the operands in their order."""
+    places = {id(x): i for i, x in enumerate(operands)}
+    used = [places[id(x)] for x in closed.consts]
+
+    def run(*operands):
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, [operands[i] for i in used]))()
+
+    return jax.make_jaxpr(run)(*operands)
+
+
+def _run(*operands, name, kernel, plain):
+    return kernel(*operands)
+
+
+def _run_plain(*operands, name, kernel, plain):
+    return jaxpr_as_fun(plain)(*operands)
+
+
+def _eager(*operands, **params):
+    return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
+
+
+def _vmapped(operands, axes, *, name, kernel, plain):
+    mapped, meant = (jax.vmap(f, in_axes=axes) for f in (kernel, jaxpr_as_fun(plain)))
+    results = as_operation(name, lambda: mapped(*operands), lambda: meant(*operands))
+    return results, [0] * len(results)
+
+
+_kernel_p.def_impl(_eager)
+_kernel_p.def_abstract_eval(lambda *_, plain, **__: plain.out_avals)
+batching.primitive_batchers[_kernel_p] = _vmapped
+mlir.register_lowering(_kernel_p, mlir.lower_fun(_run_plain, multiple_results=True))
+mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True), platform="cuda")
