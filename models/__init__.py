@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         NumericError,
     )
     from models.gpt2 import GPT2Config, GPT2Model
+    from models.lasr import LasrModel
+    from models.lasr_config import LasrConfig
     from models.layers import CausalOutput
     from models.llama import LlamaConfig, LlamaModel
     from models.parakeet import ParakeetConfig, ParakeetModel
@@ -32,6 +34,8 @@ FAMILIES = {
     "bert": "models.bert_checkpoint",
     "bloom": "models.bloom_checkpoint",
     "gpt2": "models.gpt2_checkpoint",
+    "lasr_ctc": "models.lasr_checkpoint",
+    "lasr_encoder": "models.lasr_checkpoint",
     "llama": "models.llama_checkpoint",
     "parakeet_ctc": "models.parakeet_checkpoint",
     "parakeet_encoder": "models.parakeet_checkpoint",
@@ -57,6 +61,8 @@ _MODULES = {
     "GPT2Model": "gpt2",
     "InputError": "errors",
     "KeyMismatchError": "errors",
+    "LasrConfig": "lasr_config",
+    "LasrModel": "lasr",
     "LlamaConfig": "llama",
     "LlamaModel": "llama",
     "NumericError": "errors",
@@ -91,6 +97,8 @@ __all__ = [
     "GPT2Model",
     "InputError",
     "KeyMismatchError",
+    "LasrConfig",
+    "LasrModel",
     "LlamaConfig",
     "LlamaModel",
     "NumericError",

@@ -344,13 +344,16 @@ def without_padding(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float
 def depthwise_convolution(
     x: Float[Array, "B T D"], kernel: Float[Array, "width 1 D"]
 ) -> Float[Array, "B T D"]:
-    """Convolves every feature with its own kernel over time; zeros lie before and after."""
-    side = kernel.shape[0] // 2
+    """Convolves every feature with its own kernel over time; zeros lie before and after.
+
+    A kernel without a middle sees one frame more after its own than before it.
+    """
+    others = kernel.shape[0] - 1
     return jax.lax.conv_general_dilated(
         x,
         kernel,
         window_strides=(1,),
-        padding=[(side, side)],
+        padding=[(others // 2, others - others // 2)],
         dimension_numbers=("NWC", "WIO", "NWC"),
         feature_group_count=kernel.shape[2],
     )

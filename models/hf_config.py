@@ -7,6 +7,7 @@ change inference; whatever is left over is named in one warning.
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 from models.errors import CheckpointWarning, ConfigError
 
@@ -162,10 +163,19 @@ class ConfigFields:
     def positive(self, name: str) -> float:
         """Returns a required positive finite number."""
         value = self._required(name)
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or value <= 0:
+        if not _is_finite(value) or value <= 0:
             raise self.error(name, repr(value), "a positive number is needed", "correct it")
         return float(value)
+
+    def pair_or(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
+        """Returns a list of two finite numbers; an absent or null field has the default."""
+        values = self._optional(name, None)
+        if values is None:
+            return default
+        numeric = isinstance(values, list | tuple) and all(map(_is_finite, values))
+        if not numeric or len(values) != 2:
+            raise self.error(name, repr(values), "a list of two numbers is needed", "correct it")
+        return float(values[0]), float(values[1])
 
     def one_of[T](self, name: str, allowed: Mapping[str, T], default: str | None = None) -> T:
         """Returns what a string field maps to; `default` None makes the field required."""
@@ -238,3 +248,8 @@ class ConfigFields:
     def _optional(self, name: str, default: object) -> object:
         self._read.add(name)
         return self._fields.get(name, default)
+
+
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return numeric and math.isfinite(value)

@@ -138,9 +138,14 @@ def conv1d(key: str, path: str, *, outputs: str, inputs: str) -> tuple[Leaf, ...
     return weight, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(outputs,))
 
 
+def scale_norm(key: str, path: str, *, features: str) -> Leaf:
+    """Returns the leaf of a torch LayerNorm without bias, or of an RMSNorm."""
+    return Leaf(key=f"{key}.weight", path=f"{path}.scale", axes=(features,))
+
+
 def norm(key: str, path: str, *, features: str) -> tuple[Leaf, Leaf]:
     """Returns the two leaves of a torch LayerNorm."""
-    scale = Leaf(key=f"{key}.weight", path=f"{path}.scale", axes=(features,))
+    scale = scale_norm(key, path, features=features)
     return scale, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(features,))
 
 

@@ -45,7 +45,7 @@ class Manifest:
     format: Literal["pbjax"]
     format_version: Literal[1]
     model_type: str
-    config: dict[str, int | float | bool | str | tuple[int, ...]]
+    config: dict[str, int | float | bool | str | tuple[int, ...] | tuple[float, ...]]
     dtype: str
     num_parameters: int
     fingerprint: str

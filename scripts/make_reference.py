@@ -5,7 +5,11 @@ Runs in an environment of its own, which the project never imports:
     python3.11 -m venv ref && ref/bin/pip install torch transformers==4.57.1 safetensors "numpy<3"
     ref/bin/python scripts/make_reference.py tests/data --minilm FOLDER_OF_ALL_MINILM_L6_V2
 
-Each family is one entry of FAMILIES in reference_families.py. A fixture is a Hugging Face folder
+Models that only transformers 5 has are made in a second environment, with transformers==5.24.0, and
+without --minilm; each run makes those of its own version.
+
+Each family is one entry of FAMILIES in reference_families.py or, for transformers 5, in
+reference_families_v5.py. A fixture is a Hugging Face folder
 (config.json, model.safetensors) with reference.npz beside it: inputs, hidden states after the
 embeddings, after block 0 and at the end, outputs, and a JSON text `meta` with versions and
 command. Expected values come from a run in f64, stored as f32. Weights are random everywhere: a
@@ -26,8 +30,14 @@ import safetensors
 import tokenizers
 import torch
 import transformers
-from reference_families import FAMILIES, Family, llama_config
+from reference_families import FAMILIES as FAMILIES_4
+from reference_families import Family, llama_config
 from safetensors.numpy import load_file
+
+if transformers.__version__.startswith("5."):
+    from reference_families_v5 import FAMILIES
+else:
+    FAMILIES = FAMILIES_4
 
 SEED = 20
 SENTENCES = (

@@ -20,6 +20,7 @@ FAMILIES = {
     "ViTModel": "vit",
     "Wav2Vec2ConformerModel": "wav2vec2-conformer",
     "ParakeetModel": "parakeet_ctc",
+    "LasrModel": "lasr_ctc",
 }
 
 
