@@ -23,6 +23,7 @@ def dispatch[Out](
     kernel: str,
     implementation: Implementation | None,
     candidates: Mapping[Implementation, Callable[[], Out]],
+    arguments: Mapping[str, object] | None = None,
 ) -> Out:
     """Calls the implementation that is named, or else the first candidate that can.
 
@@ -37,6 +38,8 @@ def dispatch[Out](
         if that is None too, the best that can.
       candidates: What each implementation would do, best first; the last is "xla", which always
         can.
+      arguments: Of the public function, for whoever takes the traced operation apart; without
+        those of the launch (budget, tile, implementation).
 
     Returns:
       What the candidate returns.
@@ -50,7 +53,7 @@ def dispatch[Out](
     if implementation is None:
         if not targets_hopper():
             return candidates["xla"]()
-        return as_operation(kernel, lambda: _first(candidates), candidates["xla"])
+        return as_operation(kernel, lambda: _first(candidates), candidates["xla"], arguments or {})
     if implementation not in candidates:
         raise ValueError(
             f"{kernel}(implementation={implementation!r}): no such implementation; there are "

@@ -5,19 +5,33 @@ result as a jaxpr of ordinary primitives, rather than a launch it cannot read. O
 runs; on any other platform the plain form does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 # Name of the primitive in a traced program. Its parameters are `name`, that of the public function;
-# `kernel`, a `Kernel`; and `plain`, a closed jaxpr of the same operands and results.
+# `kernel`, a `Kernel`; `plain`, a closed jaxpr of the same operands and results; and `arguments`,
+# those of the public function by name, an `Operand` standing for an array.
 PRIMITIVE = "pallas_kernel"
 
 _kernel_p = Primitive(PRIMITIVE)
 _kernel_p.multiple_results = True
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An argument of a kernel that is an operand of its operation.
+
+    Attributes:
+      index: Its place among the operands.
+    """
+
+    index: int
 
 
 class Kernel:
@@ -36,13 +50,19 @@ class Kernel:
         return "Kernel()"
 
 
-def as_operation[Out](name: str, kernel: Callable[[], Out], plain: Callable[[], Out]) -> Out:
+def as_operation[Out](
+    name: str,
+    kernel: Callable[[], Out],
+    plain: Callable[[], Out],
+    arguments: Mapping[str, object],
+) -> Out:
     """Calls a kernel as one operation.
 
     Args:
       name: Of the public function.
       kernel: Launches the kernel on the arrays that it closes over.
       plain: Computes the same, from the same arrays, in plain JAX.
+      arguments: Of the public function: arrays, and hashable values.
 
     Returns:
       What `kernel` returns, or `plain` where the program is lowered for no GPU. Where nothing is
@@ -52,7 +72,8 @@ def as_operation[Out](name: str, kernel: Callable[[], Out], plain: Callable[[], 
     meaning, meant_shape = jax.make_jaxpr(plain, return_shape=True)()
     if out_shape != meant_shape:
         raise AssertionError(f"{name}: the kernel gives {out_shape}, plain JAX {meant_shape}")
-    operands = list({id(x): x for x in (*launch.consts, *meaning.consts)}.values())
+    given = [x for x in arguments.values() if _is_array(x)]
+    operands = list({id(x): x for x in (*launch.consts, *meaning.consts, *given)}.values())
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
         return kernel()
     results = _kernel_p.bind(
@@ -60,8 +81,27 @@ def as_operation[Out](name: str, kernel: Callable[[], Out], plain: Callable[[], 
         name=name,
         kernel=Kernel(_over(launch, operands)),
         plain=_over(meaning, operands),
+        arguments=_named(arguments, operands),
     )
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+
+
+def arguments_of(params: Mapping, operands: Sequence[Array]) -> dict[str, object]:
+    """The arguments of the public function, from an operation's parameters and operands."""
+    return {
+        name: operands[x.index] if isinstance(x, Operand) else x for name, x in params["arguments"]
+    }
+
+
+def _is_array(x: object) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def _named(arguments: Mapping[str, object], operands: Sequence[Array]) -> tuple:
+    places = {id(x): i for i, x in enumerate(operands)}
+    return tuple(
+        (name, Operand(places[id(x)]) if _is_array(x) else x) for name, x in arguments.items()
+    )
 
 
 def _over(closed: ClosedJaxpr, operands: Sequence[Array]) -> ClosedJaxpr:
@@ -75,11 +115,11 @@ def _over(closed: ClosedJaxpr, operands: Sequence[Array]) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*operands)
 
 
-def _run(*operands, name, kernel, plain):
+def _run(*operands, kernel, **_):
     return kernel(*operands)
 
 
-def _run_plain(*operands, name, kernel, plain):
+def _run_plain(*operands, plain, **_):
     return jaxpr_as_fun(plain)(*operands)
 
 
@@ -87,9 +127,12 @@ def _eager(*operands, **params):
     return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
 
 
-def _vmapped(operands, axes, *, name, kernel, plain):
+def _vmapped(operands, axes, *, name, kernel, plain, arguments):
     mapped, meant = (jax.vmap(f, in_axes=axes) for f in (kernel, jaxpr_as_fun(plain)))
-    results = as_operation(name, lambda: mapped(*operands), lambda: meant(*operands))
+    # The public function takes no such axis, so the arguments are not its own any more.
+    results = as_operation(
+        f"vmap of {name}", lambda: mapped(*operands), lambda: meant(*operands), {}
+    )
     return results, [0] * len(results)
 
 

@@ -7,7 +7,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dispatch
 from pallas_kernels.gemm import gemm
-from pallas_kernels.operation import PRIMITIVE, as_operation
+from pallas_kernels.operation import PRIMITIVE, arguments_of, as_operation
 from pallas_kernels.testing import assert_close
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -50,7 +50,7 @@ def test_an_operation_has_the_values_of_its_plain_form():
     x, w = operands()
 
     def f(x, w):
-        return as_operation("twice", lambda: (x @ w, x), lambda: (jnp.matmul(x, w), x))
+        return as_operation("twice", lambda: (x @ w, x), lambda: (jnp.matmul(x, w), x), {})
 
     for run in (f, jax.jit(f)):
         product, same = run(x, w)
@@ -58,12 +58,21 @@ def test_an_operation_has_the_values_of_its_plain_form():
         assert (same == x).all()
 
 
+def test_an_operation_keeps_the_arguments_of_the_public_function():
+    x, w = operands()
+    with use_abstract_mesh(H200):
+        (equation,) = jax.make_jaxpr(lambda x, w: gemm(x, w, activation="silu"))(x, w).eqns
+    arguments = arguments_of(equation.params, ["x", "w"])
+    expected = {"x": "x", "w": "w", "bias": None, "residual": None}
+    assert arguments == expected | {"activation": "silu", "scale": 1.0}
+
+
 def test_an_operation_maps_over_a_new_axis():
     x, w = operands(rows=192)
     batches = x.reshape(3, 64, 64)
 
     def f(x):
-        return as_operation("product", lambda: x @ w, lambda: jnp.matmul(x, w))
+        return as_operation("product", lambda: x @ w, lambda: jnp.matmul(x, w), {"x": x})
 
     got = jax.jit(jax.vmap(f, in_axes=1, out_axes=1))(batches.swapaxes(0, 1))
     assert_close(got.swapaxes(0, 1).reshape(192, 64), (x @ w).astype(jnp.float32), reduction=64)
@@ -72,7 +81,7 @@ def test_an_operation_maps_over_a_new_axis():
 def test_a_kernel_and_its_meaning_must_agree_in_shape():
     x, _ = operands()
     with pytest.raises(AssertionError, match="odd: the kernel gives"):
-        jax.make_jaxpr(lambda x: as_operation("odd", lambda: x, lambda: x.sum()))(x)
+        jax.make_jaxpr(lambda x: as_operation("odd", lambda: x, lambda: x.sum(), {}))(x)
 
 
 def test_contexts_choose_where_a_call_does_not_and_jit_traces_anew():

@@ -73,6 +73,7 @@ def decode_attention(
             "mosaic_gpu": by_kernel,
             "xla": functools.partial(xla.decode_attention_xla, q, k, v, lengths, **terms),
         },
+        {"q": q, "k": k, "v": v, "lengths": lengths, **terms},
     )
 
 

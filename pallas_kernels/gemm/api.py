@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
 from pallas_kernels.gemm.tiles import tile_for
+
+
+ROWS = 8  # A swizzled copy takes rows in multiples of 8.
+MAX_GROUPS = 8
 
 
 def gemm(
@@ -29,7 +34,8 @@ def gemm(
     """Multiplies and finishes in one pass: residual + scale * activation(x @ w + bias).
 
     Products are summed in f32 and stay there until the result is rounded once. The kernel takes
-    bfloat16 and float16, rows in multiples of 8, K and N in multiples of 64.
+    bfloat16 and float16, K and N in multiples of 64. Rows that are no multiple of 8 are padded to
+    one, which copies the input, the residual and the result.
 
     Args:
       x: Input; leading axes count as rows.
@@ -54,15 +60,23 @@ def gemm(
     """
     check_gemm(x, w, bias, residual, activation)
     ctas = dispatch.check_sm_budget("gemm", sm_budget)
-    run = functools.partial(
-        _run, x, (w,), bias, residual, Epilogue(activation=activation, scale=scale), ctas, tile
-    )
+    residuals = None if residual is None else [residual]
+    epilogue = Epilogue(activation=activation, scale=scale)
+    run = functools.partial(_run, [x], (w,), bias, residuals, epilogue, ctas, tile)
     return dispatch.dispatch(
         "gemm",
         implementation,
         {
-            "mosaic_gpu": _on_hopper("gemm", implementation, run),
+            "mosaic_gpu": _on_hopper("gemm", implementation, lambda: run()[0]),
             "xla": lambda: xla.gemm(x, w, bias, residual, activation=activation, scale=scale),
+        },
+        {
+            "x": x,
+            "w": w,
+            "bias": bias,
+            "residual": residual,
+            "activation": activation,
+            "scale": scale,
         },
     )
 
@@ -101,15 +115,76 @@ def gated_gemm(
     _check_like("w_gate", w_gate, w.shape, x)
     ctas = dispatch.check_sm_budget("gated_gemm", sm_budget)
     epilogue = Epilogue(activation=activation, gated=True)
-    run = functools.partial(_run, x, (w_gate, w), None, None, epilogue, ctas, tile)
+    run = functools.partial(_run, [x], (w_gate, w), None, None, epilogue, ctas, tile)
     return dispatch.dispatch(
         "gated_gemm",
         implementation,
         {
-            "mosaic_gpu": _on_hopper("gated_gemm", implementation, run),
+            "mosaic_gpu": _on_hopper("gated_gemm", implementation, lambda: run()[0]),
             "xla": lambda: xla.gated_gemm(x, w_gate, w, activation=activation),
         },
+        {"x": x, "w_gate": w_gate, "w": w, "activation": activation},
     )
+
+
+def grouped_gemm(
+    xs: Sequence[Float[Array, "..."]],
+    w: Float[Array, "K N"],
+    *,
+    w_gate: Float[Array, "K N"] | None = None,
+    bias: Float[Array, " N"] | None = None,
+    residuals: Sequence[Float[Array, "..."]] | None = None,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> list[Float[Array, "..."]]:
+    """`gemm`, or `gated_gemm`, of several sub-batches with one weight, in one launch.
+
+    The inputs stay where they are: no copy joins them. Tiles of all are one list that the SMs
+    share, so that only the last wave of the whole is not full.
+
+    Args:
+      xs: One to eight inputs, each (..., K), of any numbers of rows.
+      w: Weight, input features first.
+      w_gate: Weight of the gate, as for `gated_gemm`, which has no bias, residual or scale.
+      bias: Added to each row before the activation.
+      residuals: One for each input.
+      activation: See `gemm`.
+      scale: See `gemm`.
+      sm_budget: See `gemm`.
+      implementation: See `gemm`.
+      tile: See `gemm`.
+
+    Returns:
+      One result for each input.
+
+    Raises:
+      ValueError: As for `gemm`; no input or more than eight, or another number of residuals.
+      NotImplementedError: As for `gemm`.
+    """
+    check_groups(xs, residuals, gated=w_gate is not None, plain=bias is None and scale == 1.0)
+    for x, residual in zip(xs, residuals or [None] * len(xs), strict=True):
+        check_gemm(x, w, bias, residual, activation)
+        _check_like("x", x, x.shape, xs[0])
+    if w_gate is not None:
+        _check_like("w_gate", w_gate, w.shape, xs[0])
+    ctas = dispatch.check_sm_budget("grouped_gemm", sm_budget)
+    gated = w_gate is not None
+    epilogue = Epilogue(activation=activation, gated=gated, scale=scale)
+    weights = (w_gate, w) if gated else (w,)
+    run = functools.partial(_run, list(xs), weights, bias, residuals, epilogue, ctas, tile)
+
+    def by_xla():
+        if gated:
+            return [xla.gated_gemm(x, w_gate, w, activation=activation) for x in xs]
+        added = residuals or [None] * len(xs)
+        options = {"activation": activation, "scale": scale}
+        return [xla.gemm(x, w, bias, r, **options) for x, r in zip(xs, added, strict=True)]
+
+    candidates = {"mosaic_gpu": _on_hopper("grouped_gemm", implementation, run), "xla": by_xla}
+    return dispatch.dispatch("grouped_gemm", implementation, candidates)
 
 
 def _on_hopper(kernel, implementation, run):
@@ -123,29 +198,56 @@ def _on_hopper(kernel, implementation, run):
     return attempt
 
 
-def _run(x, weights, bias, residual, epilogue: Epilogue, ctas: int, tile: Tile | None):
-    rows, n = math.prod(x.shape[:-1]), weights[0].shape[1]
+def _run(xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile | None):
+    """The results of one launch, one for each input."""
+    k, n = weights[0].shape
+    shapes = [x.shape[:-1] for x in xs]
+    rows = [math.prod(shape) for shape in shapes]
     if tile is None:
         tile = tile_for(
-            rows, n, x.shape[-1], gated=epilogue.gated, ctas=ctas, num_sms=dispatch.num_sms()
+            tuple(rows), n, k, gated=epilogue.gated, ctas=ctas, num_sms=dispatch.num_sms()
         )
-    if residual is not None:
-        residual = residual.reshape(rows, n)
-    y = _matmul(
-        x.reshape(rows, x.shape[-1]),
+    results = _matmul(
+        tuple(_padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
         weights,
         bias,
-        residual,
+        None
+        if residuals is None
+        else tuple(_padded(r.reshape(m, n)) for r, m in zip(residuals, rows, strict=True)),
         epilogue=epilogue,
         tile=tile,
         ctas=ctas,
         name="pbjax_gated_gemm" if epilogue.gated else "pbjax_gemm",
     )
-    return y.reshape(*x.shape[:-1], n)
+    return [y[:m].reshape(*s, n) for y, m, s in zip(results, rows, shapes, strict=True)]
+
+
+def _padded(x):
+    """With rows of zeros up to the next multiple of 8, as swizzled copies want them."""
+    return jnp.pad(x, ((0, -x.shape[0] % ROWS), (0, 0))) if x.shape[0] % ROWS else x
 
 
 # One launch is traced and lowered once for all its uses in a program.
 _matmul = jax.jit(mosaic_gpu.matmul, static_argnames=("epilogue", "tile", "ctas", "name"))
+
+
+def check_groups(xs, residuals, *, gated: bool, plain: bool) -> None:
+    """Raises ValueError unless the inputs of a grouped GEMM fit together."""
+    if not 1 <= len(xs) <= MAX_GROUPS:
+        raise ValueError(
+            f"grouped_gemm(xs: {len(xs)} inputs): each is code of its own in one kernel; 1 to "
+            f"{MAX_GROUPS} are allowed; call it for a part of them at a time"
+        )
+    if residuals is not None and len(residuals) != len(xs):
+        raise ValueError(
+            f"grouped_gemm(residuals: {len(residuals)}): there are {len(xs)} inputs; give one "
+            "residual for each, or None"
+        )
+    if gated and (residuals is not None or not plain):
+        raise ValueError(
+            "grouped_gemm(w_gate=..., bias=, residuals= or scale=): a gated product has none of "
+            "these; leave them out, or w_gate"
+        )
 
 
 def check_gemm(x, w, bias, residual, activation) -> None:

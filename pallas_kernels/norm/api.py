@@ -212,7 +212,12 @@ def _dispatch(
     by_xla = functools.partial(
         xla.normalise, flat_x, flat_residual, scale, bias, eps=eps, centred=centred
     )
-    results = dispatch.dispatch(kernel, implementation, {"mosaic_gpu": on_hopper, "xla": by_xla})
+    results = dispatch.dispatch(
+        kernel,
+        implementation,
+        {"mosaic_gpu": on_hopper, "xla": by_xla},
+        {"x": x, "residual": residual, "scale": scale, "bias": bias, "eps": eps},
+    )
     return tuple(a.reshape(x.shape) for a in results)
 
 
