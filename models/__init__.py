@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from models.bert import BertConfig, BertModel, BertOutput
     from models.bloom import BloomConfig, BloomModel
     from models.checkpoint import load, load_tokenizer
-    from models.conformer import ConformerConfig, ConformerEncoder, ConformerOutput
+    from models.conformer import ConformerEncoder, ConformerOutput
+    from models.conformer_config import ConformerConfig
     from models.conversion import ConversionReport, convert
     from models.errors import (
         CheckpointError,
@@ -53,7 +54,7 @@ _MODULES = {
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
     "ConfigError": "errors",
-    "ConformerConfig": "conformer",
+    "ConformerConfig": "conformer_config",
     "ConformerEncoder": "conformer",
     "ConformerOutput": "conformer",
     "ConversionReport": "conversion",

@@ -16,13 +16,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from models.attention import Keys, attention, packing_of
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
+from models.kernels import PLAIN
 from models.layers import (
     ACTIVATIONS,
     HUGGING_FACE_ACTIVATIONS,
     INIT_STDDEV,
     Ids,
+    LayerNorm,
     Mask,
     layer_norm,
     linear,
@@ -200,15 +203,19 @@ class BertEmbeddings(nnx.Module):
         self.token_type = embed(config.num_token_types)
         self.norm = _layer_norm(config, dtype, rngs)
 
-    def __call__(self, input_ids: Ids, token_type_ids: Ids | None) -> Float[Array, "B T D"]:
-        """Embeds tokens; token type 0 where none is given."""
+    def __call__(
+        self, input_ids: Ids, token_type_ids: Ids | None, position_ids: Ids | None = None
+    ) -> Float[Array, "B T D"]:
+        """Embeds tokens; token type 0 and positions 0, 1, 2 and so on where none are given."""
         with jax.named_scope("embeddings"):
             ids = jnp.asarray(input_ids)
             types = jnp.zeros_like(ids) if token_type_ids is None else jnp.asarray(token_type_ids)
             x = look_up(self.word, ids) + look_up(self.token_type, types)
-            positions = self.position.embedding[: ids.shape[1]]
-            x = x + jnp.broadcast_to(positions, x.shape)
-            return self.norm(x).astype(x.dtype)
+            if position_ids is None:
+                x = x + jnp.broadcast_to(self.position.embedding[: ids.shape[1]], x.shape)
+            else:
+                x = x + look_up(self.position, jnp.asarray(position_ids))
+            return self.norm(x)
 
 
 class BertAttention(nnx.Module):
@@ -224,21 +231,12 @@ class BertAttention(nnx.Module):
         self.norm = _layer_norm(config, dtype, rngs)
         self.num_heads = config.num_heads
 
-    def __call__(
-        self, x: Float[Array, "B T D"], bias: Float[Array, "B 1 1 T"] | None
-    ) -> Float[Array, "B T D"]:
-        """Attends over all tokens, adding `bias` to the scores in f32."""
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+        """Attends over all tokens that count."""
         with jax.named_scope("attention"):
             query, key, value = (self._heads(f(x)) for f in (self.query, self.key, self.value))
-            scores = jnp.einsum(
-                "BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32
-            ) * (query.shape[-1] ** -0.5)
-            if bias is not None:
-                scores = scores + bias
-            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-            context = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
-            x = x + self.output(context.reshape(x.shape))
-            return self.norm(x).astype(x.dtype)
+            context = attention(query, key, value, keys)
+            return self.norm(self.output(context.reshape(x.shape), residual=x))
 
     def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.num_heads, -1)
@@ -257,10 +255,8 @@ class BertMlp(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every token by itself."""
         with jax.named_scope("mlp"):
-            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
-            inner = ACTIVATIONS[self.activation](self.up(x).astype(jnp.float32))
-            x = x + self.down(inner.astype(x.dtype))
-            return self.norm(x).astype(x.dtype)
+            inner = self.up(x, activation=self.activation)
+            return self.norm(self.down(inner, residual=x))
 
 
 class BertLayer(nnx.Module):
@@ -271,11 +267,9 @@ class BertLayer(nnx.Module):
         self.attention = BertAttention(config, dtype=dtype, rngs=rngs)
         self.mlp = BertMlp(config, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], bias: Float[Array, "B 1 1 T"] | None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Applies the block."""
-        return self.mlp(self.attention(x, bias))
+        return self.mlp(self.attention(x, keys))
 
 
 class BertModel(nnx.Module):
@@ -295,6 +289,7 @@ class BertModel(nnx.Module):
         self.layers = nnx.List(layers)
         dim = config.embed_dim
         self.pooler = linear(dim, dim, dtype, rngs) if config.pooler else None
+        self.kernels = PLAIN
 
     def __call__(
         self,
@@ -332,11 +327,18 @@ class BertModel(nnx.Module):
         given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
         shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
         check_shapes(self.config, tuple(input_ids.shape), shapes)
-        states = [self.embeddings(input_ids, token_type_ids)]
-        bias = None if attention_mask is None else mask_bias(attention_mask)
+        by = self.kernels.attention
+        packing, positions = packing_of(by, attention_mask), None
+        if packing is not None:
+            input_ids, positions = packing.pack(input_ids), packing.order
+            token_type_ids = None if token_type_ids is None else packing.pack(token_type_ids)
+            keys = Keys(by=by, lengths=packing.lengths)
+        else:
+            keys = Keys(by=by, bias=None if attention_mask is None else mask_bias(attention_mask))
+        states = [self.embeddings(input_ids, token_type_ids, positions)]
         for layer in self.layers:
-            states.append(layer(states[-1], bias))
-        return states
+            states.append(layer(states[-1], keys))
+        return states if packing is None else [packing.unpack(x) for x in states]
 
 
 def mask_bias(attention_mask: Mask) -> Float[Array, "B 1 1 T"]:
@@ -371,5 +373,5 @@ def check_shapes(
             )
 
 
-def _layer_norm(config: BertConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def _layer_norm(config: BertConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> LayerNorm:
     return layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)

@@ -1,6 +1,6 @@
 """BLOOM decoders: Le Scao et al. 2022, with the details of Hugging Face's modeling_bloom.py.
 
-In this file: configuration and modules for a forward pass over whole sequences;
+In this file: configuration and modules; `models.decoder` adds prefill and decode over a cache,
 `models.bloom_checkpoint` has the names of the files. Not here: dropout, residuals after the norm.
 """
 
@@ -13,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from models.attention import Keys, Packing, attention, packing_of
+from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
+from models.kernels import PLAIN
 from models.layers import (
     CausalOutput,
     Ids,
     Mask,
     PreNormMlp,
-    attend,
     causal_bias,
     check_tokens,
     embed,
@@ -30,6 +32,7 @@ from models.layers import (
     linear,
     logits,
     look_up,
+    part_of,
 )
 
 # For each class that may have saved the file: whether it has a language model head.
@@ -190,8 +193,7 @@ class BloomEmbeddings(nnx.Module):
     def __call__(self, input_ids: Ids) -> Float[Array, "B T D"]:
         """Embeds tokens."""
         with jax.named_scope("embeddings"):
-            x = look_up(self.word, jnp.asarray(input_ids))
-            return self.norm(x).astype(x.dtype)
+            return self.norm(look_up(self.word, jnp.asarray(input_ids)))
 
 
 class BloomAttention(nnx.Module):
@@ -202,21 +204,37 @@ class BloomAttention(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         self.query_key_value = linear(config.embed_dim, 3 * config.embed_dim, dtype, rngs)
         self.output = linear(config.embed_dim, config.embed_dim, dtype, rngs)
+        self.parts = nnx.data(None)
         self.num_heads = config.num_heads
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        bias: Float[Array, "#B 1 T T"],
-        alibi: Float[Array, "#B N 1 T"],
-    ) -> Float[Array, "B T D"]:
-        """Attends, adding `bias` and `alibi` to the scores."""
+    def split_weights(self) -> None:
+        """Holds the weights of query, key and value apart."""
+        joined, heads = self.query_key_value, self.num_heads
+        columns = np.arange(joined.out_features).reshape(heads, 3, -1)
+        self.parts = nnx.List([part_of(joined, columns[:, i].reshape(-1)) for i in range(3)])
+        self.query_key_value = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+        """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
-            # The columns are grouped by head; each head has its query, its key, its value.
-            fused = self.query_key_value(self.norm(x).astype(x.dtype))
-            heads = fused.reshape(*x.shape[:2], self.num_heads, 3, -1)
-            context = attend(heads[..., 0, :], heads[..., 1, :], heads[..., 2, :], bias, alibi)
-            return x + self.output(context.reshape(x.shape))
+            return self.join(x, attention(*self.heads(x), keys))
+
+    def heads(self, x: Float[Array, "B T D"]) -> Heads:
+        """Returns query, key and value of every head."""
+        inner = self.norm(x)
+        if self.parts is not None:
+            shape = (*x.shape[:2], self.num_heads, -1)
+            return tuple(part(inner).reshape(shape) for part in self.parts)
+        # The columns are grouped by head; each head has its query, its key, its value.
+        fused = self.query_key_value(inner)
+        heads = fused.reshape(*x.shape[:2], self.num_heads, 3, -1)
+        return heads[..., 0, :], heads[..., 1, :], heads[..., 2, :]
+
+    def join(
+        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """Adds what the heads have read to the hidden states."""
+        return self.output(context.reshape(x.shape), residual=x)
 
 
 class BloomLayer(nnx.Module):
@@ -234,18 +252,13 @@ class BloomLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        bias: Float[Array, "#B 1 T T"],
-        alibi: Float[Array, "#B N 1 T"],
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Applies the block."""
-        return self.mlp(self.attention(x, bias, alibi))
+        return self.mlp(self.attention(x, keys))
 
 
-class BloomModel(nnx.Module):
-    """A BLOOM decoder over whole sequences, with its language model head if it has one."""
+class BloomModel(CausalDecoder[BloomConfig]):
+    """A BLOOM decoder, with its language model head if it has one."""
 
     def __init__(
         self, config: BloomConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -264,6 +277,7 @@ class BloomModel(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         own = config.lm_head and not config.tie_embeddings
         self.head = embed(config.vocab_size, config.embed_dim, dtype, rngs) if own else None
+        self.kernels = PLAIN
 
     def __call__(self, input_ids: Ids, attention_mask: Mask | None = None) -> CausalOutput:
         """Runs a batch of token sequences.
@@ -281,7 +295,7 @@ class BloomModel(nnx.Module):
         """
         x = self.hidden_states(input_ids, attention_mask)[-1]
         with jax.named_scope("norm"):
-            last = self.norm(x).astype(x.dtype)
+            last = self.norm(x)
         return CausalOutput(last_hidden_state=last, logits=self.logits(last))
 
     def hidden_states(
@@ -290,13 +304,33 @@ class BloomModel(nnx.Module):
         """Returns the hidden states after the embeddings and after each block, in order."""
         shapes = {} if attention_mask is None else {"attention_mask": tuple(attention_mask.shape)}
         check_tokens("BloomModel", tuple(input_ids.shape), shapes, None)
+        packing = packing_of(self.kernels.alibi_attention, attention_mask)
+        if packing is not None:
+            input_ids = packing.pack(input_ids)
         states = [self.embeddings(input_ids)]
-        length = input_ids.shape[1]
-        bias = causal_bias(length, attention_mask)
-        alibi = alibi_bias(self.config.num_heads, length, attention_mask)
+        keys = self._keys(input_ids.shape[1], attention_mask, packing)
         for layer in self.layers:
-            states.append(layer(states[-1], bias, alibi))
-        return states
+            states.append(layer(states[-1], keys))
+        return states if packing is None else [packing.unpack(x) for x in states]
+
+    def _keys(self, length: int, attention_mask: Mask | None, packing: Packing | None) -> Keys:
+        by = self.kernels.alibi_attention
+        if by == "xla":
+            alibi = alibi_bias(self.config.num_heads, length, attention_mask)
+            return Keys(by=by, bias=causal_bias(length, attention_mask), alibi=alibi)
+        lengths = None if packing is None else packing.lengths
+        return Keys(by=by, causal=True, lengths=lengths, slopes=self.alibi_slopes)
+
+    @property
+    def alibi_slopes(self) -> Float[Array, " N"]:
+        """By how much each head's scores grow per position."""
+        return jnp.asarray(alibi_slopes(self.config.num_heads))
+
+    def embed_tokens(
+        self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the hidden states before the first block; positions enter in attention."""
+        return self.embeddings(input_ids)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:
         """Returns the head's scores for normalised hidden states; None without a head."""

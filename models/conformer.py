@@ -1,14 +1,13 @@
 """Conformer encoders: Gulati et al. 2020, with the details of modeling_wav2vec2_conformer.py.
 
-In this file: configuration and modules from hidden states on, for inference. The convolutions that
-make hidden states of raw audio are in `models.wav2vec2_conformer`, the names of the files in
-`models.conformer_checkpoint`. Not here: dropout, causal convolutions, streaming.
+In this file: modules from hidden states on, for inference; `models.conformer_config` has the
+configuration. The convolutions that make hidden states of raw audio are in
+`models.wav2vec2_conformer`, the names of the files in `models.conformer_checkpoint`. Not here:
+dropout, causal convolutions, streaming.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,84 +17,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
-from models.conformer_positions import relative_table, rotary_table, rotate, shift
-from models.errors import ConfigError, InputError
+from models.attention import Keys, attention
+from models.conformer_config import ConformerConfig
+from models.conformer_positions import (
+    relative_bias,
+    relative_table,
+    rotary_table,
+    rotate,
+    shift,
+)
+from models.errors import InputError
+from models.kernels import PLAIN
+from models.layers import ACTIVATIONS, Activation
 from models.outputs import register_output
+from pallas_kernels.gemm import gated_gemm, gemm
 
-Activation = Literal["gelu", "gelu_tanh", "silu"]
 Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
 
-ACTIVATIONS = layers.ACTIVATIONS | {"silu": jax.nn.silu}
 # Of every norm inside a block, whatever the configuration says of the others.
 BLOCK_NORM_EPS = 1e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConformerConfig:
-    """Sizes and constants of one Conformer encoder.
-
-    Attributes:
-      num_layers: Number of blocks.
-      embed_dim: Width of the hidden states.
-      mlp_dim: Width inside the MLPs.
-      num_heads: Attention heads; divides embed_dim.
-      kernel_size: Frames that the depthwise convolution sees at once; odd.
-      positions: Whether attention knows positions by their difference, "relative", or by rotation
-        of what queries and keys are made of, "rotary".
-      norm_eps: Added to the variance in the LayerNorm after the last block.
-      rotary_base: The slowest wave of rotary positions.
-      activation: Of MLPs and convolution.
-      bias: Whether the Linears of MLPs and attention have biases.
-      convolution_bias: Whether the convolution and the Linears around it have biases.
-      masks_convolution: Whether padding is zeros to the convolution of every block, else only to
-        the first block as a whole.
-      final_norm: Whether there is a LayerNorm after the last block, beside the block's own.
-    """
-
-    num_layers: int
-    embed_dim: int
-    mlp_dim: int
-    num_heads: int
-    kernel_size: int
-    positions: Literal["relative", "rotary"]
-    norm_eps: float = 1e-5
-    rotary_base: float = 10000.0
-    activation: Activation = "silu"
-    bias: bool = True
-    convolution_bias: bool = False
-    masks_convolution: bool = False
-    final_norm: bool = True
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError unless the sizes fit together."""
-        names = ("num_layers", "embed_dim", "mlp_dim", "num_heads", "kernel_size")
-        check_positive(self, *names, "norm_eps", "rotary_base")
-        check_choice(self, "positions", ("relative", "rotary"))
-        check_choice(self, "activation", ACTIVATIONS)
-        heads, dim = self.num_heads, self.embed_dim
-        even = 2 * heads if self.positions == "rotary" else 2
-        if dim % heads or dim % even:
-            raise ConfigError(
-                f"ConformerConfig: embed_dim is {dim} with {heads} heads; the heads must divide it"
-                f" and {self.positions} positions need a multiple of {even}; change one of them"
-            )
-        if self.kernel_size % 2 == 0:
-            raise ConfigError(
-                f"ConformerConfig: kernel_size is {self.kernel_size}; only an odd one has a middle;"
-                " choose an odd one"
-            )
-
-    @classmethod
-    def conformer_l(cls) -> "ConformerConfig":
-        """Conformer-L, the large encoder of Gulati et al. 2020: 17 layers x 512."""
-        return cls(
-            num_layers=17,
-            embed_dim=512,
-            mlp_dim=2048,
-            num_heads=8,
-            kernel_size=31,
-            positions="relative",
-        )
 
 
 @register_output
@@ -125,8 +65,8 @@ class ConformerMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every frame by itself."""
-        inner = self.up(self.norm(x).astype(x.dtype))
-        return x + 0.5 * self.down(activate(inner, self.activation))
+        inner = self.up(self.norm(x), activation=self.activation)
+        return self.down(inner, residual=x, scale=0.5)
 
 
 class ConformerAttention(nnx.Module):
@@ -141,7 +81,7 @@ class ConformerAttention(nnx.Module):
         self.key = project()
         self.value = project()
         self.output = project()
-        self.num_heads, self.positions = heads, config.positions
+        self.num_heads, self.positions, self.kernels = heads, config.positions, PLAIN
         if config.positions == "relative":
             self.position = project(use_bias=False)
             self.content_bias = nnx.Param(jnp.zeros((heads, dim // heads), dtype))
@@ -151,21 +91,51 @@ class ConformerAttention(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         table: Float[Array, "..."],
-        bias: Float[Array, "B 1 1 T"] | None,
+        keys: Keys,
     ) -> Float[Array, "B T D"]:
-        """Attends over all frames, adding `bias` to the scores in f32."""
+        """Attends over all frames that count."""
         with jax.named_scope("attention"):
-            inner = self.norm(x).astype(x.dtype)
+            inner = self.norm(x)
             rotary = self.positions == "rotary"
             turned = rotate(inner, table, self.num_heads) if rotary else inner
-            query, key = self._heads(self.query(turned)), self._heads(self.key(turned))
-            scores = dot(query, key) if rotary else self._relative_scores(query, key, table)
-            scores = scores * (query.shape[-1] ** -0.5)
-            if bias is not None:
-                scores = scores + bias
-            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-            context = jnp.einsum("BNTS,BSNH->BTNH", weights, self._heads(self.value(inner)))
-            return x + self.output(context.reshape(x.shape))
+            key, value = self._heads(self.key(turned)), self._heads(self.value(inner))
+            if rotary:
+                context = attention(self._heads(self.query(turned)), key, value, keys)
+            elif keys.by == "xla":
+                context = self._relative_attention(inner, key, value, table, keys.bias)
+            else:
+                query, bias = self._relative_query(inner, table)
+                context = attention(query, key, value, keys, bias)
+            return self.output(context.reshape(x.shape), residual=x)
+
+    def _relative_attention(
+        self,
+        inner: Float[Array, "B T D"],
+        key: Float[Array, "B T N H"],
+        value: Float[Array, "B T N H"],
+        table: Float[Array, "R D"],
+        bias: Float[Array, "B 1 1 T"] | None,
+    ) -> Float[Array, "B T N H"]:
+        scores = self._relative_scores(self._heads(self.query(inner)), key, table)
+        scores = scores * (key.shape[-1] ** -0.5)
+        if bias is not None:
+            scores = scores + bias
+        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+        return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+
+    def _relative_query(
+        self, inner: Float[Array, "B T D"], table: Float[Array, "R D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T T"]]:
+        """Returns queries with the content bias, and what positions add to the scaled scores."""
+        heads, size = self.content_bias.shape
+        content = self.content_bias[...].reshape(-1)
+        if self.query.bias is not None:
+            content = content + self.query.bias[...]
+        query = self._heads(gemm(inner, self.query.kernel[...], bias=content))
+        rows = self.position(table.astype(inner.dtype)).reshape(-1, heads, size)
+        # The position bias, less the content bias that the query already has.
+        rest = self.position_bias[...] - self.content_bias[...]
+        return query, relative_bias(query, rows, rest) * size**-0.5
 
     def _relative_scores(
         self,
@@ -215,26 +185,43 @@ class ConformerConvolution(nnx.Module):
         init = nnx.initializers.normal(layers.INIT_STDDEV)
         self.norm = layers.layer_norm(dim, BLOCK_NORM_EPS, dtype, rngs)
         self.gated = layers.linear(dim, 2 * dim, dtype, rngs, use_bias=bias)
+        self.parts = nnx.data(None)
         self.depthwise = nnx.Param(init(rngs.params(), (config.kernel_size, 1, dim), dtype))
         self.depthwise_bias = nnx.Param(jnp.zeros(dim, dtype)) if bias else None
         self.batch_norm = BatchNorm(dim, eps=BLOCK_NORM_EPS, dtype=dtype)
         self.output = layers.linear(dim, dim, dtype, rngs, use_bias=bias)
         self.activation, self.masks = config.activation, config.masks_convolution
+        self.kernels = PLAIN
+
+    def split_weights(self) -> None:
+        """Holds the weights of value and gate apart, if no bias is in the way of one kernel."""
+        if self.gated.bias is None:
+            dim = self.gated.in_features
+            columns = (slice(0, dim), slice(dim, 2 * dim))
+            self.parts = nnx.List([layers.part_of(self.gated, part) for part in columns])
+            self.gated = nnx.data(None)
 
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None
     ) -> Float[Array, "B T D"]:
         """Mixes neighbouring frames."""
         with jax.named_scope("convolution"):
-            inner, gate = jnp.split(self.gated(self.norm(x).astype(x.dtype)), 2, axis=-1)
-            inner = inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
+            inner = self._gate(self.norm(x))
             if self.masks and mask is not None:
                 inner = without_padding(inner, mask)
             inner = depthwise_convolution(inner, self.depthwise[...])
             if self.depthwise_bias is not None:
                 inner = inner + jnp.broadcast_to(self.depthwise_bias[...], inner.shape)
             inner = self.batch_norm(inner)
-            return x + self.output(activate(inner, self.activation).astype(x.dtype))
+            inner = activate(inner, self.activation).astype(x.dtype)
+            return self.output(inner, residual=x)
+
+    def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        if self.parts is not None:
+            value, gate = (part.kernel[...] for part in self.parts)
+            return gated_gemm(x, gate, value, activation="sigmoid")
+        inner, gate = jnp.split(self.gated(x), 2, axis=-1)
+        return inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
 
 
 class ConformerLayer(nnx.Module):
@@ -253,15 +240,14 @@ class ConformerLayer(nnx.Module):
         x: Float[Array, "B T D"],
         table: Float[Array, "..."],
         mask: Bool[Array, "B T"] | None,
-        bias: Float[Array, "B 1 1 T"] | None,
+        keys: Keys,
     ) -> Float[Array, "B T D"]:
         """Applies the block."""
         with jax.named_scope("mlp_before"):
             x = self.mlp_before(x)
-        x = self.convolution(self.attention(x, table, bias), mask)
+        x = self.convolution(self.attention(x, table, keys), mask)
         with jax.named_scope("mlp_after"):
-            x = self.mlp_after(x)
-            return self.norm(x).astype(x.dtype)
+            return self.norm(self.mlp_after(x))
 
 
 class ConformerEncoder(nnx.Module):
@@ -282,6 +268,7 @@ class ConformerEncoder(nnx.Module):
         self.layers = nnx.List(blocks)
         dim, eps = config.embed_dim, config.norm_eps
         self.norm = layers.layer_norm(dim, eps, dtype, rngs) if config.final_norm else None
+        self.kernels = PLAIN
 
     def __call__(
         self, hidden_states: Float[Array | np.ndarray, "B T D"], attention_mask: Mask | None = None
@@ -308,21 +295,24 @@ class ConformerEncoder(nnx.Module):
         """Returns the hidden states before the blocks, after each, and after a final norm."""
         mask_shape = None if attention_mask is None else tuple(attention_mask.shape)
         check_frames(self.config, tuple(hidden_states.shape), mask_shape)
-        x, mask, bias = jnp.asarray(hidden_states).astype(self.dtype), None, None
+        x, mask = jnp.asarray(hidden_states).astype(self.dtype), None
+        keys = Keys(by=self.kernels.attention)
         if attention_mask is not None:
             with jax.named_scope("mask"):
                 mask = jnp.asarray(attention_mask) != 0
                 bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)[:, None, None, :]
+                lengths = mask.astype(jnp.int32).sum(axis=1)
+                keys = Keys(by=keys.by, bias=bias, lengths=lengths)
                 x = without_padding(x, mask)
         with jax.named_scope("positions"):
             table = self._positions(x.shape[1])
         states = [x]
         for layer in self.layers:
-            states.append(layer(states[-1], table, mask, bias))
+            states.append(layer(states[-1], table, mask, keys))
         if self.norm is None:
             return states
         with jax.named_scope("norm"):
-            return [*states, self.norm(states[-1]).astype(x.dtype)]
+            return [*states, self.norm(states[-1])]
 
     def _positions(self, length: int) -> Float[Array, "..."]:
         config = self.config
@@ -362,23 +352,6 @@ def depthwise_convolution(
 def activate(x: Float[Array, "*B F"], activation: Activation) -> Float[Array, "*B F"]:
     """Applies an activation in f32, as torch does it for 16-bit values, and casts back."""
     return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
-
-
-def check_positive(config: object, *names: str) -> None:
-    """Raises ConfigError unless the fields of a configuration are positive."""
-    values = {name: getattr(config, name) for name in names}
-    if bad := [f"{name} is {value}" for name, value in values.items() if not value > 0]:
-        kind = type(config).__name__
-        raise ConfigError(f"{kind}: {', '.join(bad)}; sizes are positive; correct them")
-
-
-def check_choice(config: object, name: str, allowed: Iterable[str]) -> None:
-    """Raises ConfigError unless a field of a configuration has one of the allowed values."""
-    value, names = getattr(config, name), list(allowed)
-    if value not in names:
-        kind = type(config).__name__
-        supported = f"supported are {', '.join(names)}"
-        raise ConfigError(f"{kind}: {name} is {value!r}; {supported}; choose one")
 
 
 def check_frames(

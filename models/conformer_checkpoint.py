@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.conformer import ConformerConfig
+from models.conformer_config import ConformerConfig
 from models.keymap import Dropped, Family, Leaf, batch_norm, linear, norm, pointwise
 from models.wav2vec2_conformer import (
     Wav2Vec2ConformerConfig,

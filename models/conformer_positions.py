@@ -30,6 +30,40 @@ def shift(scores: Float[Array, "B N T R"]) -> Float[Array, "B N T T"]:
     return cut.reshape(scores.shape)[..., :length]
 
 
+def relative_bias(
+    query: Float[Array, "B T N H"],
+    rows: Float[Array, "R N H"],
+    rest: Float[Array, "N H"],
+    *,
+    chunk: int = 128,
+) -> Float[Array, "B N T T"]:
+    """Returns (query + rest) . row of the difference, by key: what `shift` makes of all rows.
+
+    A chunk of queries meets T + chunk differences, not all 2 T, so that for long sequences the
+    scores by difference are half as large.
+
+    Args:
+      query: Queries.
+      rows: For the differences T - 1 to 1 - T.
+      rest: Added to every query.
+      chunk: Queries that share the rows they meet; all, if it does not divide T.
+    """
+    batch_size, length, heads, _ = query.shape
+    chunk = chunk if length % chunk == 0 else length
+    starts = range(length - chunk, -1, -chunk)
+    # One row in front of each window, of which nothing is kept, takes the place of shift's column.
+    padded = jnp.pad(rows, ((1, 0), (0, 0), (0, 0)))
+    windows = jnp.stack([padded[start : start + length + chunk] for start in starts])
+    cut = query.reshape(batch_size, -1, chunk, *query.shape[2:])
+    scores = jnp.einsum("BgcNH,grNH->gNBcr", cut, windows)
+    shared = jnp.einsum("NH,grNH->gNr", rest, windows, preferred_element_type=jnp.float32)
+    shared = jnp.broadcast_to(shared[:, :, None, None], scores.shape)
+    scores = (scores.astype(jnp.float32) + shared).astype(query.dtype)
+    flat = scores.reshape(*scores.shape[:3], -1)[..., chunk:]
+    by_key = flat.reshape(*scores.shape[:3], chunk, -1)[..., :length]
+    return by_key.transpose(2, 1, 0, 3, 4).reshape(batch_size, heads, length, length)
+
+
 def rotary_table(length: int, head_dim: int, base: float) -> Float[Array, "2 T half"]:
     """Returns cos and sin of the angle that each pair of features is turned by at each position."""
     exponents = jnp.arange(0, head_dim, 2).astype(jnp.float32) / head_dim

@@ -1,6 +1,6 @@
 """GPT-2 decoders: Radford et al. 2019, with the details of Hugging Face's modeling_gpt2.py.
 
-In this file: configuration and modules for a forward pass over whole sequences;
+In this file: configuration and modules; `models.decoder` adds prefill and decode over a cache,
 `models.gpt2_checkpoint` has the names of the files. Not here: dropout, cross-attention, the
 variants that scale attention by layer.
 """
@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from models.attention import Keys, attention, causal_keys, packing_of
+from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
+from models.kernels import PLAIN
 from models.layers import (
     ACTIVATIONS,
     HUGGING_FACE_ACTIVATIONS,
@@ -25,14 +28,13 @@ from models.layers import (
     Ids,
     Mask,
     PreNormMlp,
-    attend,
-    causal_bias,
     check_tokens,
     embed,
     layer_norm,
     linear,
     logits,
     look_up,
+    part_of,
 )
 
 # For each class that may have saved the file: whether it has a language model head.
@@ -183,18 +185,37 @@ class GPT2Attention(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         self.query_key_value = linear(config.embed_dim, 3 * config.embed_dim, dtype, rngs)
         self.output = linear(config.embed_dim, config.embed_dim, dtype, rngs)
+        self.parts = nnx.data(None)
         self.num_heads = config.num_heads
 
-    def __call__(
-        self, x: Float[Array, "B T D"], bias: Float[Array, "#B 1 T T"]
-    ) -> Float[Array, "B T D"]:
-        """Attends, adding `bias` to the scores."""
+    def split_weights(self) -> None:
+        """Holds the weights of query, key and value apart."""
+        dim = self.query_key_value.in_features
+        columns = (slice(start, start + dim) for start in range(0, 3 * dim, dim))
+        self.parts = nnx.List([part_of(self.query_key_value, part) for part in columns])
+        self.query_key_value = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+        """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
-            # The columns are all queries, all keys, all values; the heads lie inside each.
-            fused = self.query_key_value(self.norm(x).astype(x.dtype))
-            heads = fused.reshape(*x.shape[:2], 3, self.num_heads, -1)
-            context = attend(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], bias)
-            return x + self.output(context.reshape(x.shape))
+            return self.join(x, attention(*self.heads(x), keys))
+
+    def heads(self, x: Float[Array, "B T D"]) -> Heads:
+        """Returns query, key and value of every head."""
+        inner = self.norm(x)
+        if self.parts is not None:
+            shape = (*x.shape[:2], self.num_heads, -1)
+            return tuple(part(inner).reshape(shape) for part in self.parts)
+        # The columns are all queries, all keys, all values; the heads lie inside each.
+        fused = self.query_key_value(inner)
+        heads = fused.reshape(*x.shape[:2], 3, self.num_heads, -1)
+        return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+
+    def join(
+        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """Adds what the heads have read to the hidden states."""
+        return self.output(context.reshape(x.shape), residual=x)
 
 
 class GPT2Layer(nnx.Module):
@@ -212,15 +233,13 @@ class GPT2Layer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
-        self, x: Float[Array, "B T D"], bias: Float[Array, "#B 1 T T"]
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Applies the block."""
-        return self.mlp(self.attention(x, bias))
+        return self.mlp(self.attention(x, keys))
 
 
-class GPT2Model(nnx.Module):
-    """A GPT-2 decoder over whole sequences, with its language model head if it has one."""
+class GPT2Model(CausalDecoder[GPT2Config]):
+    """A GPT-2 decoder, with its language model head if it has one."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         """Makes a decoder with fresh weights; `models.load` makes one with a checkpoint's.
@@ -237,6 +256,7 @@ class GPT2Model(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         own = config.lm_head and not config.tie_embeddings
         self.head = embed(config.vocab_size, config.embed_dim, dtype, rngs) if own else None
+        self.kernels = PLAIN
 
     def __call__(
         self,
@@ -260,7 +280,7 @@ class GPT2Model(nnx.Module):
         """
         x = self.hidden_states(input_ids, attention_mask, position_ids)[-1]
         with jax.named_scope("norm"):
-            last = self.norm(x).astype(x.dtype)
+            last = self.norm(x)
         return CausalOutput(last_hidden_state=last, logits=self.logits(last))
 
     def hidden_states(
@@ -273,11 +293,20 @@ class GPT2Model(nnx.Module):
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
         check_tokens("GPT2Model", tuple(input_ids.shape), shapes, self.config.max_seq_len)
+        packing = packing_of(self.kernels.causal_attention, attention_mask)
+        if packing is not None:
+            input_ids, position_ids = packing.pack_tokens(input_ids, position_ids)
         states = [self.embeddings(input_ids, position_ids)]
-        bias = causal_bias(input_ids.shape[1], attention_mask)
+        keys = causal_keys(self.kernels, input_ids.shape[1], attention_mask, packing)
         for layer in self.layers:
-            states.append(layer(states[-1], bias))
-        return states
+            states.append(layer(states[-1], keys))
+        return states if packing is None else [packing.unpack(x) for x in states]
+
+    def embed_tokens(
+        self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the hidden states before the first block."""
+        return self.embeddings(input_ids, position_ids)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:
         """Returns the head's scores for normalised hidden states; None without a head."""

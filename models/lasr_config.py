@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from jaxtyping import Array
 
-from models.conformer import ACTIVATIONS, Activation, check_choice, check_positive
+from models.conformer_config import check_choice, check_positive
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
+from models.layers import ACTIVATIONS, Activation
 from models.rotary import Rotary, read_rotary
 from models.wav2vec2_conformer import HUGGING_FACE_ACTIVATIONS
 

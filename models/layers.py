@@ -1,6 +1,7 @@
-"""What two or more families share: pre-norm MLP, causal attention, embeddings, the LM head.
+"""What two or more families share: Linear, norms, attention, pre-norm MLP, embeddings, the LM head.
 
-Not here: what one family alone has, such as rotary or ALiBi positions.
+Each layer computes in plain JAX, or calls kernels where its `kernels` say so (`models.kernels`).
+Not here: what one family alone has, such as rotary positions.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models.errors import InputError
+from models.kernels import PLAIN
 from models.outputs import register_output
+from pallas_kernels import norm
+from pallas_kernels.gemm import gemm
 
 Ids = Integer[Array | np.ndarray, "B T"]
 Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
 
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+
 ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
 }
 HUGGING_FACE_ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu": "gelu",
@@ -50,6 +57,63 @@ class CausalOutput:
     logits: Float[Array, "B T V"] | None
 
 
+class Linear(nnx.Linear):
+    """residual + scale * activation(x @ kernel + bias), by one kernel where it can."""
+
+    def __init__(self, *args, **options) -> None:
+        """Takes what nnx.Linear takes."""
+        super().__init__(*args, **options)
+        self.kernels = PLAIN
+
+    def __call__(
+        self,
+        x: Float[Array, "*B K"],
+        *,
+        activation: Activation | None = None,
+        residual: Float[Array, "*B N"] | None = None,
+        scale: float = 1.0,
+    ) -> Float[Array, "*B N"]:
+        """Applies the layer and what follows it.
+
+        Args:
+          x: Input.
+          activation: Computed in f32, as torch does it for 16-bit values.
+          residual: Added last.
+          scale: Multiplies what is added to the residual.
+        """
+        if self.kernels.gemm == "pallas":
+            return gemm(
+                x,
+                self.kernel[...],
+                bias=None if self.bias is None else self.bias[...],
+                residual=residual,
+                activation=activation,
+                scale=scale,
+            )
+        y = super().__call__(x)
+        if activation is not None:
+            # In f32: in bfloat16 even the constant of GELU would be rounded.
+            y = ACTIVATIONS[activation](y.astype(jnp.float32)).astype(y.dtype)
+        y = y if scale == 1.0 else scale * y
+        return y if residual is None else residual + y
+
+
+class LayerNorm(nnx.LayerNorm):
+    """LayerNorm that computes in f32 and returns the dtype of its input."""
+
+    def __init__(self, *args, **options) -> None:
+        """Takes what nnx.LayerNorm takes."""
+        super().__init__(*args, **options)
+        self.kernels = PLAIN
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalises the last axis."""
+        if self.kernels.norm == "pallas":
+            bias = None if self.bias is None else self.bias[...]
+            return norm.layer_norm(x, self.scale[...], bias, eps=self.epsilon)  # pyrefly: ignore
+        return super().__call__(x).astype(x.dtype)
+
+
 class PreNormMlp(nnx.Module):
     """LayerNorm, then two Linears with GELU between them, and the residual."""
 
@@ -72,17 +136,15 @@ class PreNormMlp(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every token by itself."""
         with jax.named_scope("mlp"):
-            inner = self.up(self.norm(x).astype(x.dtype))
-            # In f32, as torch does it: in bfloat16 even the constant of GELU would be rounded.
-            inner = ACTIVATIONS[self.activation](inner.astype(jnp.float32)).astype(x.dtype)
-            return x + self.down(inner)
+            inner = self.up(self.norm(x), activation=self.activation)
+            return self.down(inner, residual=x)
 
 
 def attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
-    bias: Float[Array, "#B 1 #T S"],
+    bias: Float[Array, "#B 1 #T S"] | None,
     alibi: Float[Array, "#B N 1 S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends with scores and softmax in f32; query head i reads key head i // (N / K).
@@ -91,22 +153,29 @@ def attend(
       query: Queries.
       key: Keys.
       value: Values.
-      bias: Added to the scores q . k / sqrt(H): which keys a query sees.
+      bias: Added to the scores q . k / sqrt(H): which keys a query sees; None = all.
       alibi: Added besides: what a key's position counts for each head.
 
     Returns:
       For each query the weighted mean of the values.
     """
     batch_size, length, heads, size = query.shape
-    grouped = query.reshape(batch_size, length, key.shape[2], -1, size)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
+    grouped = heads != key.shape[2]
+    if grouped:
+        query = query.reshape(batch_size, length, key.shape[2], -1, size)
+    product = "BTKGH,BSKH->BKGTS" if grouped else "BTNH,BSNH->BNTS"
+    scores = jnp.einsum(product, query, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch_size, heads, length, -1) * (size**-0.5)
     if alibi is not None:
         scores = scores + alibi
-    weights = jax.nn.softmax(scores + bias, axis=-1).astype(value.dtype)
+    if bias is not None:
+        scores = scores + bias
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    if not grouped:
+        return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
     weights = weights.reshape(batch_size, key.shape[2], -1, length, key.shape[1])
     context = jnp.einsum("BKGTS,BSKH->BTKGH", weights, value)
-    return context.reshape(query.shape)
+    return context.reshape(batch_size, length, heads, size)
 
 
 def causal_bias(length: int, attention_mask: Mask | None) -> Float[Array, "#B 1 T S"]:
@@ -156,9 +225,9 @@ def embed(rows: int, features: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Emb
 
 def linear(
     inputs: int, outputs: int, dtype: DTypeLike, rngs: nnx.Rngs, *, use_bias: bool = True
-) -> nnx.Linear:
+) -> Linear:
     """Makes a fresh Linear."""
-    return nnx.Linear(
+    return Linear(
         inputs,
         outputs,
         use_bias=use_bias,
@@ -169,9 +238,24 @@ def linear(
     )
 
 
-def layer_norm(features: int, eps: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Makes a fresh LayerNorm that computes in f32; the caller casts its result."""
-    return nnx.LayerNorm(
+def part_of(joined: Linear, columns: slice | Integer[np.ndarray, " N"]) -> Linear:
+    """Returns a Linear with some of another's columns."""
+    kernel = joined.kernel[...][:, columns]
+    bias = None if joined.bias is None else joined.bias[...][columns]
+    return Linear(
+        *kernel.shape,
+        use_bias=bias is not None,
+        dtype=joined.dtype,
+        param_dtype=kernel.dtype,
+        kernel_init=lambda *_: kernel,
+        bias_init=lambda *_: bias,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def layer_norm(features: int, eps: float, dtype: DTypeLike, rngs: nnx.Rngs) -> LayerNorm:
+    """Makes a fresh LayerNorm."""
+    return LayerNorm(
         features,
         epsilon=eps,
         dtype=jnp.float32,

@@ -1,6 +1,6 @@
 """LLaMA 3, 3.1 and 3.2 decoders: Dubey et al. 2024, as Hugging Face's modeling_llama.py has them.
 
-In this file: configuration and modules for a forward pass over whole sequences;
+In this file: configuration and modules; `models.decoder` adds prefill and decode over a cache,
 `models.llama_checkpoint` has the names of the files. Not here: biases, dropout, the layout of
 Meta's own files.
 """
@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from models.attention import Keys, attention, causal_keys, packing_of
+from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
+from models.kernels import PLAIN
 from models.layers import (
     CausalOutput,
     Ids,
     Mask,
-    attend,
-    causal_bias,
     check_tokens,
     embed,
     linear,
@@ -30,6 +31,8 @@ from models.layers import (
     look_up,
 )
 from models.rotary import Rotary, RotaryTable, read_rotary, rotary_frequencies, rotary_table
+from pallas_kernels.gemm import gated_gemm
+from pallas_kernels.norm import rms_norm
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"LlamaForCausalLM": True, "LlamaModel": False}
@@ -219,9 +222,12 @@ class LlamaNorm(nnx.Module):
         """Makes the fresh parameter."""
         self.scale = nnx.Param(jnp.ones((config.embed_dim,), dtype))
         self.eps = config.norm_eps
+        self.kernels = PLAIN
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Divides by the root of the mean square over the features."""
+        if self.kernels.norm == "pallas":
+            return rms_norm(x, self.scale[...], eps=self.eps)
         exact = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(exact), axis=-1, keepdims=True)
         normal = (exact * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
@@ -242,17 +248,29 @@ class LlamaAttention(nnx.Module):
         self.head_dim = size
 
     def __call__(
-        self, x: Float[Array, "B T D"], table: RotaryTable, bias: Float[Array, "#B 1 T T"]
+        self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
     ) -> Float[Array, "B T D"]:
-        """Attends, adding `bias` to the scores."""
+        """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
-            normal = self.norm(x)
-            query, key, value = (
-                f(normal).reshape(*x.shape[:2], -1, self.head_dim)
-                for f in (self.query, self.key, self.value)
-            )
-            context = attend(table.rotate(query), table.rotate(key), value, bias)
-            return x + self.output(context.reshape(*x.shape[:2], -1))
+            query, key, value = self.heads(x, table)
+            return self.join(x, attention(query, key, value, keys))
+
+    def heads(
+        self, x: Float[Array, "B T D"], table: RotaryTable
+    ) -> Heads:
+        """Returns query, key and value of every head, the first two turned to their positions."""
+        normal = self.norm(x)
+        query, key, value = (
+            f(normal).reshape(*x.shape[:2], -1, self.head_dim)
+            for f in (self.query, self.key, self.value)
+        )
+        return table.rotate(query), table.rotate(key), value
+
+    def join(
+        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """Adds what the heads have read to the hidden states."""
+        return self.output(context.reshape(*x.shape[:2], -1), residual=x)
 
 
 class LlamaMlp(nnx.Module):
@@ -264,13 +282,17 @@ class LlamaMlp(nnx.Module):
         self.gate = linear(config.embed_dim, config.mlp_dim, dtype, rngs, use_bias=False)
         self.up = linear(config.embed_dim, config.mlp_dim, dtype, rngs, use_bias=False)
         self.down = linear(config.mlp_dim, config.embed_dim, dtype, rngs, use_bias=False)
+        self.kernels = PLAIN
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every token by itself."""
         with jax.named_scope("mlp"):
             normal = self.norm(x)
-            gate = jax.nn.silu(self.gate(normal).astype(jnp.float32)).astype(x.dtype)
-            return x + self.down(gate * self.up(normal))
+            if self.kernels.gemm == "pallas":
+                inner = gated_gemm(normal, self.gate.kernel[...], self.up.kernel[...])
+            else:
+                inner = self.gate(normal, activation="silu") * self.up(normal)
+            return self.down(inner, residual=x)
 
 
 class LlamaLayer(nnx.Module):
@@ -282,14 +304,14 @@ class LlamaLayer(nnx.Module):
         self.mlp = LlamaMlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], table: RotaryTable, bias: Float[Array, "#B 1 T T"]
+        self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
     ) -> Float[Array, "B T D"]:
         """Applies the block."""
-        return self.mlp(self.attention(x, table, bias))
+        return self.mlp(self.attention(x, table, keys))
 
 
-class LlamaModel(nnx.Module):
-    """A LLaMA decoder over whole sequences, with its language model head if it has one."""
+class LlamaModel(CausalDecoder[LlamaConfig]):
+    """A LLaMA decoder, with its language model head if it has one."""
 
     def __init__(
         self, config: LlamaConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -309,6 +331,7 @@ class LlamaModel(nnx.Module):
         self.norm = LlamaNorm(config, dtype=dtype)
         own = config.lm_head and not config.tie_embeddings
         self.head = embed(config.vocab_size, config.embed_dim, dtype, rngs) if own else None
+        self.kernels = PLAIN
 
     def __call__(
         self,
@@ -330,9 +353,7 @@ class LlamaModel(nnx.Module):
         Raises:
           InputError: A shape is wrong or the sequence is too long.
         """
-        x = self.hidden_states(input_ids, attention_mask, position_ids)[-1]
-        with jax.named_scope("norm"):
-            last = self.norm(x)
+        last = self.last_norm(self.hidden_states(input_ids, attention_mask, position_ids)[-1])
         return CausalOutput(last_hidden_state=last, logits=self.logits(last))
 
     def hidden_states(
@@ -342,19 +363,33 @@ class LlamaModel(nnx.Module):
         position_ids: Ids | None = None,
     ) -> list[Float[Array, "B T D"]]:
         """Returns the hidden states after the embeddings and after each block, in order."""
-        config = self.config
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
-        check_tokens("LlamaModel", tuple(input_ids.shape), shapes, config.max_seq_len)
+        check_tokens("LlamaModel", tuple(input_ids.shape), shapes, self.max_seq_len)
+        packing = packing_of(self.kernels.causal_attention, attention_mask)
+        if packing is not None:
+            input_ids, position_ids = packing.pack_tokens(input_ids, position_ids)
         length = input_ids.shape[1]
-        frequencies = rotary_frequencies(config.rotary, config.head_dim)
+        frequencies = rotary_frequencies(self.config.rotary, self.config.head_dim)
         table = rotary_table(frequencies, length, position_ids)
-        bias = causal_bias(length, attention_mask)
+        keys = causal_keys(self.kernels, length, attention_mask, packing)
         with jax.named_scope("embeddings"):
             states = [look_up(self.embeddings, jnp.asarray(input_ids))]
         for layer in self.layers:
-            states.append(layer(states[-1], table, bias))
-        return states
+            states.append(layer(states[-1], table, keys))
+        return states if packing is None else [packing.unpack(x) for x in states]
+
+    def embed_tokens(
+        self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the hidden states before the first block; positions enter in attention."""
+        with jax.named_scope("embeddings"):
+            return look_up(self.embeddings, input_ids)
+
+    def position_terms(self, position_ids: Int[Array, "B T"]) -> tuple[RotaryTable]:
+        """Returns the angles of the positions."""
+        frequencies = rotary_frequencies(self.config.rotary, self.config.head_dim)
+        return (rotary_table(frequencies, position_ids.shape[1], position_ids),)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:
         """Returns the head's scores for normalised hidden states; None without a head."""

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
-from models.conformer import ConformerConfig, ConformerEncoder, ConformerOutput, check_positive
+from models.conformer import ConformerEncoder, ConformerOutput
+from models.conformer_config import ConformerConfig, check_positive
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
 from models.wav2vec2_conformer import HUGGING_FACE_ACTIVATIONS

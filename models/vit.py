@@ -18,9 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from models import layers
+from models.attention import Keys, attention
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
+from models.kernels import PLAIN
 from models.outputs import register_output
+from pallas_kernels.gemm import gemm
 
 Pixels = Float[Array | np.ndarray, "B C height width"]
 
@@ -180,18 +183,25 @@ class ViTEmbeddings(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(dim, dtype))
         self.cls_token = _parameter((1, 1, dim), dtype, rngs)
         self.position = _parameter((1, 1 + config.num_patches, dim), dtype, rngs)
+        self.kernels = PLAIN
 
-    def __call__(self, pixel_values: Pixels) -> Float[Array, "B T D"]:
-        """Embeds images, row by row of patches."""
+    def __call__(self, pixel_values: Pixels, length: int) -> Float[Array, "B T D"]:
+        """Embeds images, row by row of patches; zeros follow up to the length."""
         with jax.named_scope("embeddings"):
             kernel, bias = self.kernel[...], self.bias[...]
             pixels = jnp.asarray(pixel_values).astype(kernel.dtype)
             patches = extract_patches(pixels, kernel.shape[0])
-            x = jnp.einsum("BPF,FD->BPD", patches, kernel.reshape(-1, kernel.shape[-1]))
-            x = x + jnp.broadcast_to(bias, x.shape)
+            kernel = kernel.reshape(-1, kernel.shape[-1])
+            if self.kernels.gemm == "pallas":
+                x = gemm(patches, kernel, bias=bias)
+            else:
+                x = jnp.einsum("BPF,FD->BPD", patches, kernel)
+                x = x + jnp.broadcast_to(bias, x.shape)
             token = jnp.broadcast_to(self.cls_token[0, 0], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token, x], axis=1)
-            return x + jnp.broadcast_to(self.position[0], x.shape)
+            x = x + jnp.broadcast_to(self.position[0], x.shape)
+            padding = length - x.shape[1]
+            return jnp.pad(x, ((0, 0), (0, padding), (0, 0))) if padding else x
 
 
 class ViTAttention(nnx.Module):
@@ -207,17 +217,13 @@ class ViTAttention(nnx.Module):
         self.output = project()
         self.num_heads = config.num_heads
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Attends over all tokens."""
         with jax.named_scope("attention"):
-            inner = self.norm(x).astype(x.dtype)
+            inner = self.norm(x)
             query, key, value = (self._heads(f(inner)) for f in (self.query, self.key, self.value))
-            scores = jnp.einsum(
-                "BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32
-            ) * (query.shape[-1] ** -0.5)
-            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-            context = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
-            return x + self.output(context.reshape(x.shape))
+            context = attention(query, key, value, keys)
+            return self.output(context.reshape(x.shape), residual=x)
 
     def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.num_heads, -1)
@@ -238,9 +244,9 @@ class ViTLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Applies the block."""
-        return self.mlp(self.attention(x))
+        return self.mlp(self.attention(x, keys))
 
 
 class ViTModel(nnx.Module):
@@ -262,6 +268,7 @@ class ViTModel(nnx.Module):
         dim, labels = config.embed_dim, config.num_labels
         self.pooler = layers.linear(dim, dim, dtype, rngs) if config.pooler else None
         self.classifier = layers.linear(dim, labels, dtype, rngs) if labels else None
+        self.kernels = PLAIN
 
     def __call__(self, pixel_values: Pixels) -> ViTOutput:
         """Encodes a batch of images.
@@ -276,9 +283,9 @@ class ViTModel(nnx.Module):
         Raises:
           InputError: The images have another shape than the model's.
         """
-        x = self.hidden_states(pixel_values)[-1]
+        x = self._padded_states(pixel_values)[-1]
         with jax.named_scope("norm"):
-            last = self.norm(x).astype(x.dtype)
+            last = self._cut(self.norm(x))
         pooled = logits = None
         if self.pooler is not None:
             with jax.named_scope("pooler"):
@@ -293,10 +300,23 @@ class ViTModel(nnx.Module):
 
         The last norm is not among them.
         """
+        return [self._cut(x) for x in self._padded_states(pixel_values)]
+
+    def _cut(self, x: Float[Array, "B padded D"]) -> Float[Array, "B T D"]:
+        length = 1 + self.config.num_patches
+        return x if x.shape[1] == length else x[:, :length]
+
+    def _padded_states(self, pixel_values: Pixels) -> list[Float[Array, "B T D"]]:
         check_shape(self.config, tuple(pixel_values.shape))
-        states = [self.embeddings(pixel_values)]
+        by, length, lengths = self.kernels.attention, 1 + self.config.num_patches, None
+        if by == "pallas" and (padding := -length % 8):
+            # Once here, or the kernel would copy queries, keys and values in every layer.
+            lengths = jnp.full(pixel_values.shape[0], length, jnp.int32)
+            length += padding
+        keys = Keys(by=by, lengths=lengths)
+        states = [self.embeddings(pixel_values, length)]
         for layer in self.layers:
-            states.append(layer(states[-1]))
+            states.append(layer(states[-1], keys))
         return states
 
 

@@ -16,19 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
-from models.conformer import (
-    ACTIVATIONS,
-    BLOCK_NORM_EPS,
-    Activation,
-    ConformerConfig,
-    ConformerEncoder,
-    ConformerOutput,
-    activate,
-    check_choice,
-    check_positive,
-)
+from models.conformer import BLOCK_NORM_EPS, ConformerEncoder, ConformerOutput, activate
+from models.conformer_config import ConformerConfig, check_choice, check_positive
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
+from models.layers import ACTIVATIONS, Activation
 
 Audio = Float[Array | np.ndarray, "B samples"]
 AudioMask = Integer[Array | np.ndarray, "B samples"] | Bool[Array | np.ndarray, "B samples"]

@@ -9,8 +9,9 @@ from flax import nnx
 
 import models
 from models import conformer
-from models.conformer import check_choice, check_frames
+from models.conformer import check_frames
 from models.conformer_checkpoint import FAMILY, encoder_key_map, key_map
+from models.conformer_config import check_choice
 from models.conformer_positions import relative_table, rotary_table, rotate, shift
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE

@@ -1,0 +1,88 @@
+"""Which kernels a model's layers call, and how they are turned on.
+
+A model as it is made or loaded is plain JAX: it runs anywhere and under any transformation, and
+that is what `pbjax.optimize` takes apart. `with_kernels` gives another module with the same weights
+whose layers call `pallas_kernels` where these can do the shape and dtype at hand, and plain JAX
+elsewhere. What the layers do with the choice is in `models.layers`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from flax import nnx
+
+from pallas_kernels.dispatch import require_hopper
+
+Attention = Literal["pallas", "cudnn", "xla"]
+Other = Literal["pallas", "xla"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What computes each kind of operation; "xla" is plain JAX.
+
+    Attributes:
+      attention: Attention over all tokens.
+      causal_attention: Attention of decoders.
+      alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
+      gemm: Matrix products with what follows them: bias, activation, gate, residual.
+      norm: LayerNorm and RMSNorm.
+    """
+
+    attention: Attention = "xla"
+    causal_attention: Attention = "xla"
+    alibi_attention: Attention = "xla"
+    gemm: Other = "xla"
+    norm: Other = "xla"
+
+
+PLAIN = Kernels()
+# By measurement on an H200: docs/models_speed.md.
+HOPPER = Kernels(
+    attention="pallas",
+    causal_attention="cudnn",
+    alibi_attention="pallas",
+    gemm="pallas",
+    norm="pallas",
+)
+
+
+@runtime_checkable
+class SplitsWeights(Protocol):
+    """A module whose checkpoint joins weights that kernels want apart."""
+
+    def split_weights(self) -> None:
+        """Replaces the joined weight by its parts."""
+
+
+def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
+    """Returns the model with its layers calling kernels.
+
+    Weights are shared with the given model, which stays as it is; only those that a checkpoint
+    joins and kernels want apart (query, key and value of GPT-2 and BLOOM) are copied.
+
+    Args:
+      model: Any model of this package.
+      kernels: What to call; None takes the fastest of measurements on a Hopper GPU where the
+        program being traced is for one, else plain JAX.
+
+    Returns:
+      A module that is called in the same way and returns the same up to rounding.
+    """
+    if kernels is None:
+        kernels = HOPPER if _on_hopper() else PLAIN
+    copy = nnx.merge(*nnx.split(model))
+    if kernels != PLAIN:
+        for _, module in list(nnx.iter_modules(copy)):
+            if isinstance(module, SplitsWeights):
+                module.split_weights()
+    copy.set_attributes(kernels=kernels)
+    return copy
+
+
+def _on_hopper() -> bool:
+    try:
+        require_hopper("with_kernels")
+    except NotImplementedError:
+        return False
+    return True
