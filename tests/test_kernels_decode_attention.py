@@ -104,6 +104,16 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     assert_right(interpreted(args, terms, **options), args, terms)
 
 
+def test_a_part_of_the_sequences_is_attended_to_where_the_cache_lies():
+    (q, k, v, lengths), terms = operands(shape(72, batch_size=3, alibi=True), lengths=[9, 70, 0])
+    whole = decode_attention_reference(q, k, v, lengths, **terms, scale=0.125)
+    part = q[1:], k, v, lengths[1:]
+    by_kernel = interpreted(part, terms | {"first_sequence": 1}, splits=1)
+    by_xla = decode_attention(*part, **terms, scale=0.125, first_sequence=1, implementation="xla")
+    for actual in (by_kernel, by_xla):
+        assert_close(actual, whole[1:], reduction=72, roundings=3)
+
+
 def test_pages_beyond_a_length_may_be_anything():
     args, terms = operands(shape(128, page_size=64, batch_size=1, n=2, k=1), lengths=[64])
     wild = {"page_table": terms["page_table"].at[0, 1].set(2**30)}
@@ -202,8 +212,14 @@ def zeros(*shape, dtype=jnp.bfloat16):
     [
         ({"q": zeros(2, 4, 64)}, "wrong ranks"),
         ({"v": zeros(2, 8, 2, 64)}, "unequal k and v"),
-        ({"q": zeros(3, 1, 4, 64)}, "batch or head size differ"),
-        ({"q": zeros(2, 1, 4, 128)}, "batch or head size differ"),
+        ({"q": zeros(3, 1, 4, 64)}, "q has 3 sequences, the cache 2"),
+        ({"first_sequence": 1}, "q has 2 sequences, the cache 2"),
+        ({"first_sequence": -1}, "q's must be among them"),
+        (
+            {"page_table": jnp.zeros((2, 1), jnp.int32), "first_sequence": 1},
+            "with a page table",
+        ),
+        ({"q": zeros(2, 1, 4, 128)}, "head sizes differ"),
         ({"q": zeros(2, 1, 5, 64)}, "N must be a multiple of K"),
         ({"q": zeros(2, 17, 4, 64)}, "room for 16 keys"),
         ({"lengths": jnp.zeros((2, 1), jnp.int32)}, "one a sequence"),

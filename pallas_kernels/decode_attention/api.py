@@ -20,6 +20,7 @@ def decode_attention(
     page_table: Int[Array, "B M"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    first_sequence: int = 0,
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -39,6 +40,8 @@ def decode_attention(
         clipped into the pool.
       alibi_slopes: Slope of each query head, computed inside from positions.
       scale: Factor of the scores; 1 / sqrt(H) if None.
+      first_sequence: A contiguous cache may hold more sequences than q has: which of them q's first
+        is. So a batch can be attended to in parts that no copy cuts out.
       sm_budget: Number of SMs the kernel may fill; all if None. 48 read nearly as fast as all. XLA
         takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
@@ -54,13 +57,18 @@ def decode_attention(
     Source: Dao et al. 2023 (Flash-Decoding) for the split caches; Kwon et al. 2023 (PagedAttention)
     for the pages.
     """
-    check_decode_attention(q, k, v, lengths, page_table, alibi_slopes)
+    check_decode_attention(q, k, v, lengths, page_table, alibi_slopes, first_sequence)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"decode_attention(scale={scale}): a positive finite number; check it")
     sms = check_sm_budget("decode_attention", sm_budget)
-    terms = {"scale": float(scale), "page_table": page_table, "alibi_slopes": alibi_slopes}
+    terms = {
+        "scale": float(scale),
+        "page_table": page_table,
+        "alibi_slopes": alibi_slopes,
+        "first_sequence": first_sequence,
+    }
 
     def by_kernel():
         _require_kernel(q, implementation)
@@ -77,7 +85,9 @@ def decode_attention(
     )
 
 
-def check_decode_attention(q, k, v, lengths, page_table, alibi_slopes) -> None:
+def check_decode_attention(
+    q, k, v, lengths, page_table, alibi_slopes, first_sequence: int = 0
+) -> None:
     """Raises unless the operands of `decode_attention` fit together; see there."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or 0 in q.shape + k.shape:
         raise ValueError(
@@ -87,11 +97,12 @@ def check_decode_attention(q, k, v, lengths, page_table, alibi_slopes) -> None:
         )
     batch_size, num_tokens, num_heads, head_dim = q.shape
     num_keys = k.shape[1] if page_table is None else page_table.shape[-1] * k.shape[1]
-    if k.shape[3] != head_dim or (page_table is None and k.shape[0] != batch_size):
+    if k.shape[3] != head_dim:
         raise ValueError(
-            f"decode_attention(q{q.shape}, k{k.shape}): batch or head size differ; both have one B "
-            "and one H; pass page_table if the cache is paged"
+            f"decode_attention(q{q.shape}, k{k.shape}): the head sizes differ; both have one H; "
+            "correct q or k"
         )
+    _check_sequences(batch_size, k.shape, page_table, first_sequence)
     if num_heads % k.shape[2]:
         raise ValueError(
             f"decode_attention(): {num_heads} query heads over {k.shape[2]} key-value heads; N "
@@ -108,6 +119,20 @@ def check_decode_attention(q, k, v, lengths, page_table, alibi_slopes) -> None:
             "floating dtype; cast them"
         )
     _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes)
+
+
+def _check_sequences(batch_size: int, cache, page_table, first: int) -> None:
+    if page_table is not None and first:
+        raise ValueError(
+            f"decode_attention(first_sequence={first}): with a page table, which lists pages of "
+            "q's sequences alone; 0 is allowed; pass those rows of the table"
+        )
+    if page_table is None and not 0 <= first <= cache[0] - batch_size:
+        raise ValueError(
+            f"decode_attention(first_sequence={first}): q has {batch_size} sequences, the cache "
+            f"{cache[0]}; q's must be among them; correct first_sequence, or pass page_table if "
+            "the cache is paged"
+        )
 
 
 def _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes) -> None:

@@ -78,6 +78,7 @@ class Problem:
     splits: int = 1
     has_alibi: bool = False
     page_size: int | None = None
+    first_sequence: int = 0  # of a contiguous cache that holds further sequences
 
     @property
     def columns(self) -> int:
@@ -303,7 +304,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         if problem.page_size is None:
             rows = pl.ds(start, tile.block_kv)
             plgpu.copy_gmem_to_smem(
-                source.at[part.batch, rows, part.kv_head], kv_s.at[stream, slot], barrier
+                source.at[problem.first_sequence + part.batch, rows, part.kv_head],
+                kv_s.at[stream, slot],
+                barrier,
             )
             return
         size = min(problem.page_size, tile.block_kv)
@@ -429,6 +432,7 @@ def decode_attention(
     page_table: Int[Array, "B M"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     sms: int,
+    first_sequence: int = 0,
     tile: Tile | None = None,
     splits: int | None = None,
     interpret: bool = False,
@@ -444,6 +448,7 @@ def decode_attention(
       page_table: Pages of each sequence.
       alibi_slopes: Slope of each query head.
       sms: The budget; the grid may be smaller.
+      first_sequence: Of the cache.
       tile: The tile; chosen by shape if None.
       splits: Parts of each cache; chosen by shape if None.
       interpret: Replaces what jax's interpreter lacks; for tests on a CPU.
@@ -468,6 +473,7 @@ def decode_attention(
         scale=scale,
         has_alibi=alibi_slopes is not None,
         page_size=None if page_table is None else k.shape[1],
+        first_sequence=first_sequence,
     )
     splits = choose_splits(problem, sms) if splits is None else splits
     problem = dataclasses.replace(problem, splits=splits)

@@ -15,11 +15,14 @@ def decode_attention_xla(
     scale: float,
     page_table: Int[Array, "B M"] | None,
     alibi_slopes: Float[Array, " N"] | None,
+    first_sequence: int = 0,
 ) -> Float[Array, "B T N H"]:
     """Runs causal attention whose first query stands at lengths - T; see api.decode_attention."""
     batch_size, num_tokens = q.shape[:2]
     if page_table is not None:
         k, v = (x[page_table].reshape(batch_size, -1, *x.shape[2:]) for x in (k, v))
+    else:
+        k, v = (x[first_sequence : first_sequence + batch_size] for x in (k, v))
     return attention_xla(
         q,
         k,
