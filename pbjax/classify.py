@@ -46,11 +46,15 @@ class Label:
       resource: What it keeps busy.
       cost: Its FLOPs and bytes.
       seconds: Its roofline time: no device does it in less.
+      unit: What computes it, TENSOR or CUDA, whether or not that bounds it.
+      compute_s: What that alone takes.
     """
 
     resource: ResourceClass
     cost: Cost
     seconds: float
+    unit: ResourceClass
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +158,15 @@ def _label(operation: Operation, device: Device) -> Label:
 def _nested(bodies: Sequence, cost: Cost, count: int, device: Device) -> Label:
     labels = [label for body in bodies for label in classify(body_graph(body), device)]
     shares = class_shares(labels)
+    units = {unit: 0.0 for unit in (ResourceClass.TENSOR, ResourceClass.CUDA)}
+    for label in labels:
+        units[label.unit] += count * label.compute_s
     return Label(
         resource=max(shares, key=lambda share: share.seconds).resource,
         cost=cost,
         seconds=count * sum(share.seconds for share in shares),
+        unit=max(units, key=lambda unit: units[unit]),
+        compute_s=sum(units.values()),
     )
 
 
@@ -169,7 +178,7 @@ def _contraction(operation: Operation, cost: Cost, device: Device) -> Label:
     compute_s = cost.flops / device.contraction_flops_per_s(dtype)
     bound = cost.intensity > device.ridge_point(dtype)
     resource = ResourceClass.TENSOR if bound else ResourceClass.MEMORY
-    return Label(resource=resource, cost=cost, seconds=max(memory_s, compute_s))
+    return _computed(resource, cost, memory_s, ResourceClass.TENSOR, compute_s)
 
 
 def _contracts(body: ClosedJaxpr) -> bool:
@@ -201,4 +210,11 @@ def _other(cost: Cost, device: Device) -> Label:
     work = FLOPS_PER_OPERATION * cost.flops + FLOPS_PER_TRANSCENDENTAL * cost.transcendentals
     compute_s = work / device.cuda_flops_per_s
     resource = ResourceClass.MEMORY if memory_s >= compute_s else ResourceClass.CUDA
-    return Label(resource=resource, cost=cost, seconds=max(memory_s, compute_s))
+    return _computed(resource, cost, memory_s, ResourceClass.CUDA, compute_s)
+
+
+def _computed(
+    resource: ResourceClass, cost: Cost, memory_s: float, unit: ResourceClass, compute_s: float
+) -> Label:
+    seconds = max(memory_s, compute_s)
+    return Label(resource=resource, cost=cost, seconds=seconds, unit=unit, compute_s=compute_s)

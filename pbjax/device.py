@@ -33,6 +33,8 @@ class Device:
       num_sms: Streaming multiprocessors, or cores of a CPU.
       memory_bytes: Size of the device memory.
       source: Where the figures come from, and how far to trust them.
+      link_bytes_per_s: Peak rate at which it sends to other devices of its kind while it receives
+        as much: NVLink where there is one, else PCIe; None if it stands alone.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Device:
     num_sms: int
     memory_bytes: int
     source: str
+    link_bytes_per_s: float | None = None
 
     def contraction_flops_per_s(self, dtype: str) -> float:
         """Peak rate of a contraction; a dtype that no tensor core takes runs at the vector rate."""
@@ -64,7 +67,8 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
     """The figures of a device kind.
 
     Args:
-      kind: A device kind as jax names it, such as "NVIDIA H200" or "cpu", or its slug.
+      kind: A device kind as jax names it, such as "NVIDIA H200" or "cpu", its slug, or words of it
+        that no other kind has, such as "nvidia-h200" or "rtx 4090".
       num_cores: How many cores a CPU program may use; GPUs ignore it.
 
     Returns:
@@ -75,18 +79,30 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
       InputError: num_cores is not positive.
     """
     found = [device for device in _DEVICES if kind in (device.kind, device.slug)]
-    if not found:
-        known = ", ".join(repr(device.kind) for device in _DEVICES)
+    found = found or [device for device in _DEVICES if _has_words(device.slug, kind)]
+    if len(found) != 1:
+        known = ", ".join(repr(device.kind) for device in found or _DEVICES)
         raise DeviceError(
-            f"find_device({kind!r}): no figures for this kind; known kinds are {known}; "
-            "pass device=pbjax.Device(...) with the figures of its datasheet"
+            f"find_device({kind!r}): {'several kinds' if found else 'no figures for this kind'}; "
+            f"known kinds are {known}; name one of them, or pass device=pbjax.Device(...) with the "
+            "figures of its datasheet"
         )
     if num_cores < 1:
         raise InputError(
             f"find_device({kind!r}): num_cores is {num_cores}; it must be 1 or more; "
             "pass the number of cores that the program may use"
         )
-    return found[0] if kind != _CPU_CORE.kind else _scaled(found[0], num_cores)
+    return found[0] if found[0] is not _CPU_CORE else _scaled(found[0], num_cores)
+
+
+def devices() -> tuple[Device, ...]:
+    """All devices whose figures are known; a CPU as one core."""
+    return _DEVICES
+
+
+def _has_words(slug: str, kind: str) -> bool:
+    words = "_".join(kind.lower().replace("-", " ").replace("_", " ").split())
+    return f"_{words}_" in f"_{slug}_"
 
 
 def _scaled(core: Device, num_cores: int) -> Device:
@@ -139,7 +155,8 @@ _DEVICES = (
         memory_bytes_per_s=4.8e12,
         num_sms=132,
         memory_bytes=141_000_000_000,
-        source="NVIDIA H200 SXM datasheet, dense peaks",
+        source="NVIDIA H200 Tensor Core GPU datasheet (SXM), halved where with sparsity",
+        link_bytes_per_s=450e9,
     ),
     Device(
         kind="NVIDIA H100 80GB HBM3",
@@ -149,7 +166,8 @@ _DEVICES = (
         memory_bytes_per_s=3.35e12,
         num_sms=132,
         memory_bytes=80_000_000_000,
-        source="NVIDIA H100 SXM datasheet, dense peaks",
+        source="NVIDIA H100 Tensor Core GPU datasheet (SXM), halved where with sparsity",
+        link_bytes_per_s=450e9,
     ),
     Device(
         kind="NVIDIA A100-SXM4-80GB",
@@ -159,7 +177,8 @@ _DEVICES = (
         memory_bytes_per_s=2.039e12,
         num_sms=108,
         memory_bytes=80_000_000_000,
-        source="NVIDIA A100 80GB SXM datasheet, dense peaks",
+        source="NVIDIA A100 80GB Tensor Core GPU datasheet (SXM)",
+        link_bytes_per_s=300e9,
     ),
     Device(
         kind="NVIDIA A100-SXM4-40GB",
@@ -169,7 +188,8 @@ _DEVICES = (
         memory_bytes_per_s=1.555e12,
         num_sms=108,
         memory_bytes=40_000_000_000,
-        source="NVIDIA A100 40GB SXM datasheet, dense peaks",
+        source="NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)",
+        link_bytes_per_s=300e9,
     ),
     Device(
         kind="NVIDIA L40S",
@@ -181,7 +201,8 @@ _DEVICES = (
         memory_bytes_per_s=864e9,
         num_sms=142,
         memory_bytes=48_000_000_000,
-        source="NVIDIA L40S datasheet, dense peaks",
+        source="NVIDIA L40S datasheet, halved where with sparsity; PCIe Gen4 x16",
+        link_bytes_per_s=32e9,
     ),
     Device(
         kind="NVIDIA GeForce RTX 4090",
@@ -193,7 +214,34 @@ _DEVICES = (
         memory_bytes_per_s=1.008e12,
         num_sms=128,
         memory_bytes=24_000_000_000,
-        source="NVIDIA Ada GPU architecture paper, dense peaks with float32 accumulation",
+        source="NVIDIA Ada GPU Architecture, V2.01, appendix A, float32 accumulation",
+        link_bytes_per_s=32e9,
+    ),
+    Device(
+        kind="NVIDIA GeForce RTX 5090",
+        slug="nvidia_geforce_rtx_5090",
+        tensor_flops_per_s=_tensor_rates(
+            half=209.5e12, tf32=104.8e12, byte_float=419e12, int8=838e12, float64=None
+        ),
+        cuda_flops_per_s=104.8e12,
+        memory_bytes_per_s=1.792e12,
+        num_sms=170,
+        memory_bytes=32_000_000_000,
+        source="NVIDIA RTX Blackwell GPU Architecture, V1.1, appendix A, float32 accumulation",
+        link_bytes_per_s=64e9,
+    ),
+    Device(
+        kind="NVIDIA B200",
+        slug="nvidia_b200",
+        tensor_flops_per_s=_tensor_rates(
+            half=2250e12, tf32=1100e12, byte_float=4500e12, int8=4500e12, float64=37e12
+        ),
+        cuda_flops_per_s=75e12,
+        memory_bytes_per_s=7.7e12,
+        num_sms=148,
+        memory_bytes=180_000_000_000,
+        source="NVIDIA Blackwell (HGX B200) datasheet, per GPU, halved where with sparsity",
+        link_bytes_per_s=900e9,
     ),
     _CPU_CORE,
 )

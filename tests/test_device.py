@@ -2,13 +2,21 @@
 
 import pytest
 
-from pbjax.device import Device, ResourceClass, find_device
+from pbjax.device import Device, ResourceClass, devices, find_device
 from pbjax.errors import DeviceError, InputError
 
 
 @pytest.mark.parametrize(
     ("kind", "ridge"),
-    [("NVIDIA H200", 206), ("NVIDIA H100 80GB HBM3", 295), ("NVIDIA GeForce RTX 4090", 164)],
+    [
+        ("NVIDIA H200", 206),
+        ("NVIDIA H100 80GB HBM3", 295),
+        ("NVIDIA A100-SXM4-80GB", 153),
+        ("NVIDIA L40S", 419),
+        ("NVIDIA GeForce RTX 4090", 164),
+        ("NVIDIA GeForce RTX 5090", 117),
+        ("NVIDIA B200", 292),
+    ],
 )
 def test_ridge_point_follows_the_datasheet(kind, ridge):
     assert round(find_device(kind).ridge_point("bfloat16")) == ridge
@@ -24,6 +32,42 @@ def test_h200_has_its_datasheet_figures():
 
 def test_slug_finds_the_same_device_as_the_kind():
     assert find_device("nvidia_h200") == find_device("NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("nvidia-h200", "NVIDIA H200"),
+        ("H100", "NVIDIA H100 80GB HBM3"),
+        ("a100-sxm4-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("rtx 4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx_5090", "NVIDIA GeForce RTX 5090"),
+        ("nvidia-b200", "NVIDIA B200"),
+        ("L40S", "NVIDIA L40S"),
+    ],
+)
+def test_words_of_a_kind_are_enough(words, kind):
+    assert find_device(words).kind == kind
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA L40", "H20", ""])
+def test_a_kind_is_not_taken_for_its_neighbour(kind):
+    with pytest.raises(DeviceError, match="known kinds are"):
+        find_device(kind)
+
+
+def test_words_of_several_kinds_name_them():
+    with pytest.raises(DeviceError, match=r"several kinds.*A100-SXM4-80GB.*A100-SXM4-40GB"):
+        find_device("a100")
+
+
+@pytest.mark.parametrize("device", devices(), ids=lambda device: device.slug)
+def test_rates_of_a_device_fit_together(device):
+    rates = device.tensor_flops_per_s
+    assert rates["bfloat16"] == rates["float16"] >= rates["float32"] >= rates.get("float64", 0)
+    assert rates.get("int8", rates["bfloat16"]) >= rates.get("float8_e4m3fn", rates["bfloat16"])
+    assert device.source
+    assert (device.link_bytes_per_s is None) == (device.kind == "cpu")
 
 
 def test_devices_are_hashable():
