@@ -19,7 +19,8 @@ from jaxtyping import Shaped
 
 from models import FAMILIES
 from models.errors import CheckpointError, ConfigError, NumericError
-from models.hf_folder import DTYPES, check_folder, read_headers, read_json, read_tensors
+from models.headers import DTYPES
+from models.hf_folder import check_folder, read_headers, read_json, read_tensors
 from models.keymap import Family
 from models.keys import Match, match
 from models.numeric import check_summaries, summarise
@@ -61,6 +62,7 @@ def load(
     folder: str | Path,
     dtype: DTypeLike | None = None,
     *,
+    allow_pickle: bool = False,
     verify: bool = False,
     report: Callable[[str], object] | None = None,
     progress: Progress | None = None,
@@ -72,6 +74,8 @@ def load(
     Args:
       folder: A local folder with config.json and the weights.
       dtype: Of parameters and activations; None keeps the file's.
+      allow_pickle: Whether pytorch_model.bin is read where there are no safetensors. Such a file is
+        a program; its tensors are read without running it, and one that asks for more is refused.
       verify: Whether to run the fixed forward pass in f32, which must be finite and, in a folder of
         `convert`, agree with the stored outputs, as the parameters with the stored fingerprint.
       report: Receives the lines of the key report, or what our folder says of itself, and with
@@ -92,7 +96,7 @@ def load(
     say, step = report or _ignore, progress or _ignore
     if is_ours(fields):
         return _load_ours(path, fields, wanted, verify=verify, report=say, progress=step)
-    checkpoint = open_checkpoint(path, fields)
+    checkpoint = open_checkpoint(path, fields, allow_pickle=allow_pickle)
     for line in checkpoint.match.report.lines():
         say(line)
     module = read_module(checkpoint, wanted or checkpoint.stored_dtype(), step)
@@ -128,18 +132,21 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def open_checkpoint(path: Path, fields: Mapping[str, object]) -> Checkpoint:
+def open_checkpoint(
+    path: Path, fields: Mapping[str, object], *, allow_pickle: bool = False
+) -> Checkpoint:
     """Checks a Hugging Face folder by its config.json and its tensors' headers.
 
     Args:
       path: The folder.
       fields: The fields of its config.json.
+      allow_pickle: Whether pickles of PyTorch are read in the absence of safetensors.
 
     Raises:
       CheckpointError: It is not complete, supported and consistent.
     """
     family = find_family(fields, path)
-    matched = match(family, fields, read_headers(path), str(path))
+    matched = match(family, fields, read_headers(path, allow_pickle=allow_pickle), str(path))
     return Checkpoint(path=path, family=family, match=matched)
 
 

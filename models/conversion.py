@@ -74,6 +74,7 @@ def convert(
     target: str | Path,
     dtype: DTypeLike | None = None,
     *,
+    allow_pickle: bool = False,
     reference: str | Path | None = None,
     report: Callable[[str], object] = print,
     progress: Progress | None = None,
@@ -84,6 +85,7 @@ def convert(
       source: A local Hugging Face folder.
       target: The new folder; it appears only when everything has succeeded.
       dtype: Of the stored parameters; None keeps the file's.
+      allow_pickle: Whether pytorch_model.bin is read where there are no safetensors, as by `load`.
       reference: An npz file of `scripts/make_reference.py`. The weights are compared with it in
         f32, before any rounding to `dtype`.
       report: Receives the report line by line.
@@ -100,7 +102,7 @@ def convert(
     check_target(target)
     expected = None if reference is None else read_reference(reference)
     wanted = None if dtype is None else canonical_dtype(dtype, f"convert({source})")
-    checkpoint = _open(Path(source))
+    checkpoint = _open(Path(source), allow_pickle)
     stored = wanted or checkpoint.stored_dtype()
     written = checkpoint.match.report.num_expected * jnp.dtype(stored).itemsize
     total = checkpoint.num_bytes + written
@@ -126,7 +128,7 @@ def convert(
     return result
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path, allow_pickle: bool) -> Checkpoint:
     check_folder(path)
     fields = read_json(path / CONFIG)
     if is_ours(fields):
@@ -134,7 +136,7 @@ def _open(path: Path) -> Checkpoint:
             f"convert({path}): it is converted already; a Hugging Face folder is needed;"
             " load it as it is"
         )
-    return open_checkpoint(path, fields)
+    return open_checkpoint(path, fields, allow_pickle=allow_pickle)
 
 
 def _check[C, M: nnx.Module](

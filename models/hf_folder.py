@@ -1,11 +1,11 @@
 """Reads a Hugging Face folder: config.json, the tensors' headers, then one tensor at a time.
 
-Nothing here knows a model. Pickle formats are refused: such a file is a program.
+Nothing here knows a model. The weights are safetensors, or, for a caller who allows it, the pickles
+of PyTorch, of which `models.torch_file` reads nothing but tensors. Other formats are refused.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,35 +15,35 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from models.errors import CheckpointError
+from models.headers import TensorHeader
+from models.torch_file import read_torch_headers, read_torch_tensors
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 LFS_POINTER = b"version https://git-lfs"
 FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".nemo", ".gguf")
 
+type Tensors = Iterator[tuple[TensorHeader, Shaped[np.ndarray, "..."]]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHeader:
-    """Where one tensor lies and what it is.
+class Format:
+    """One way in which a folder may hold its weights.
 
     Attributes:
-      key: Its name in the file.
-      file: The safetensors file.
-      shape: Its shape.
-      dtype: Its dtype in safetensors' spelling, e.g. "BF16".
+      single: Name of the file, if there is one.
+      suffix: Of every file; the index of several is `single` and ".index.json".
+      headers: Returns the headers of a file.
+      tensors: Yields tensors of a file with their headers.
     """
 
-    key: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+    single: str
+    suffix: str
+    headers: Callable[[Path], Iterable[TensorHeader]]
+    tensors: Callable[[Path, Iterable[TensorHeader]], Tensors]
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the tensor's data."""
-        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
+    def index(self) -> str:
+        """Name of the file that says which of several files holds which tensor."""
+        return f"{self.single}.index.json"
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -81,25 +81,25 @@ def check_folder(path: Path) -> None:
         )
 
 
-def read_headers(folder: Path) -> dict[str, TensorHeader]:
+def read_headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorHeader]:
     """Returns the header of every tensor of a folder, by key; reads no tensor.
 
     Args:
       folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
+      allow_pickle: Whether pytorch_model.bin or its index and shards are read in their absence.
 
     Raises:
       CheckpointError: There is no such file, one is corrupt, or index and shards disagree.
     """
-    if (folder / SINGLE).exists():
-        return {header.key: header for header in _file_headers(folder / SINGLE)}
-    if (folder / INDEX).exists():
-        return _sharded_headers(folder)
-    raise _no_safetensors(folder)
+    for form in (SAFETENSORS, PYTORCH) if allow_pickle else (SAFETENSORS,):
+        if (folder / form.single).exists():
+            return {header.key: header for header in _headers(form, folder / form.single)}
+        if (folder / form.index).exists():
+            return _Index(folder, form).headers()
+    raise _no_weights(folder, allow_pickle)
 
 
-def read_tensors(
-    headers: Iterable[TensorHeader],
-) -> Iterator[tuple[TensorHeader, Shaped[np.ndarray, "..."]]]:
+def read_tensors(headers: Iterable[TensorHeader]) -> Tensors:
     """Yields each tensor with its header, one at a time, file by file in the given order.
 
     Raises:
@@ -109,15 +109,11 @@ def read_tensors(
     for header in headers:
         by_file.setdefault(header.file, []).append(header)
     for file, wanted in by_file.items():
-        try:
-            with safe_open(file, "np") as handle:
-                for header in wanted:
-                    yield header, handle.get_tensor(header.key)
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(file, error) from error
+        form = PYTORCH if file.suffix == PYTORCH.suffix else SAFETENSORS
+        yield from form.tensors(file, wanted)
 
 
-def _file_headers(path: Path) -> list[TensorHeader]:
+def _safetensors_headers(path: Path) -> Iterable[TensorHeader]:
     try:
         with safe_open(path, "np") as handle:
             slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
@@ -131,49 +127,90 @@ def _file_headers(path: Path) -> list[TensorHeader]:
         raise _unreadable(path, error) from error
 
 
-def _sharded_headers(folder: Path) -> dict[str, TensorHeader]:
-    weight_map, total_size = _read_index(folder / INDEX)
-    headers: dict[str, TensorHeader] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (folder / name).is_file():
-            raise _index_error(folder, f"file {name} is absent", "every mapped file must exist")
-        mapped = {key for key, file in weight_map.items() if file == name}
-        found = {header.key: header for header in _file_headers(folder / name)}
-        if absent := sorted(mapped - set(found)):
-            raise _index_error(
-                folder, f"{name} lacks {', '.join(absent)}", "a file must hold what maps to it"
-            )
-        if extra := sorted(set(found) - mapped):
-            raise _index_error(
-                folder, f"{name} holds unmapped {', '.join(extra)}", "every tensor must be mapped"
-            )
-        headers |= found
-    size = sum(header.num_bytes for header in headers.values())
-    if size != total_size:
-        raise _index_error(
-            folder, f"tensors have {size} bytes, total_size is {total_size}", "both must agree"
+def _safetensors(path: Path, headers: Iterable[TensorHeader]) -> Tensors:
+    try:
+        with safe_open(path, "np") as handle:
+            for header in headers:
+                yield header, handle.get_tensor(header.key)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+SAFETENSORS = Format(
+    single="model.safetensors",
+    suffix=".safetensors",
+    headers=_safetensors_headers,
+    tensors=_safetensors,
+)
+PYTORCH = Format(
+    single="pytorch_model.bin",
+    suffix=".bin",
+    headers=read_torch_headers,
+    tensors=read_torch_tensors,
+)
+
+
+def _headers(form: Format, path: Path) -> Iterable[TensorHeader]:
+    if _is_lfs_pointer(path):
+        raise CheckpointError(
+            f"{path}: a Git LFS pointer, not the weights; the file itself is needed;"
+            " run git lfs pull"
         )
-    return headers
+    return form.headers(path)
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], int]:
-    index = read_json(path)
-    weight_map, metadata = index.get("weight_map"), index.get("metadata")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _index_error(path.parent, "weight_map is absent or empty", "it must map the tensors")
-    for key, name in weight_map.items():
-        if not isinstance(name, str) or not _is_bare(name):
-            raise _index_error(
-                path.parent, f"{key} maps to {name!r}", "file names have no folder part"
+class _Index:
+    """The index of a folder with several files, and the checks of both against each other."""
+
+    def __init__(self, folder: Path, form: Format) -> None:
+        self._folder, self._form = folder, form
+
+    def headers(self) -> dict[str, TensorHeader]:
+        weight_map, total_size = self._read()
+        headers: dict[str, TensorHeader] = {}
+        for name in sorted(set(weight_map.values())):
+            if not (self._folder / name).is_file():
+                raise self._error(f"file {name} is absent", "every mapped file must exist")
+            mapped = {key for key, file in weight_map.items() if file == name}
+            found = {header.key: header for header in _headers(self._form, self._folder / name)}
+            if absent := sorted(mapped - set(found)):
+                raise self._error(
+                    f"{name} lacks {', '.join(absent)}", "a file must hold what maps to it"
+                )
+            if extra := sorted(set(found) - mapped):
+                raise self._error(
+                    f"{name} holds unmapped {', '.join(extra)}", "every tensor must be mapped"
+                )
+            headers |= found
+        # PyTorch stores what is tied once; its index counts it once, or with every name.
+        once = {header.place: header.num_bytes for header in headers.values()}
+        sizes = sum(once.values()), sum(header.num_bytes for header in headers.values())
+        if total_size not in sizes:
+            raise self._error(
+                f"tensors have {sizes[0]} bytes, total_size is {total_size}", "both must agree"
             )
-    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if not isinstance(total_size, int):
-        raise _index_error(path.parent, "metadata.total_size is absent", "it must be a number")
-    return weight_map, total_size
+        return headers
 
+    def _read(self) -> tuple[dict[str, str], int]:
+        index = read_json(self._folder / self._form.index)
+        weight_map, metadata = index.get("weight_map"), index.get("metadata")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise self._error("weight_map is absent or empty", "it must map the tensors")
+        for key, name in weight_map.items():
+            if not isinstance(name, str) or not self._is_bare(name):
+                raise self._error(f"{key} maps to {name!r}", "file names have no folder part")
+        total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if not isinstance(total_size, int):
+            raise self._error("metadata.total_size is absent", "it must be a number")
+        return weight_map, total_size
 
-def _is_bare(name: str) -> bool:
-    return name.endswith(".safetensors") and not set(name) & set("/\\\0") and name[0] != "."
+    def _is_bare(self, name: str) -> bool:
+        bare = not set(name) & set("/\\\0") and name[:1] != "."
+        return bare and name.endswith(self._form.suffix)
+
+    def _error(self, found: str, allowed: str) -> CheckpointError:
+        place = self._folder / self._form.index
+        return CheckpointError(f"{place}: {found}; {allowed}; fetch the folder again")
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> Mapping[str, object]:
@@ -185,16 +222,7 @@ def _unique(pairs: Iterable[tuple[str, object]]) -> Mapping[str, object]:
     return parsed
 
 
-def _index_error(folder: Path, found: str, allowed: str) -> CheckpointError:
-    return CheckpointError(f"{folder / INDEX}: {found}; {allowed}; fetch the folder again")
-
-
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    if _is_lfs_pointer(path):
-        return CheckpointError(
-            f"{path}: a Git LFS pointer, not the weights; the file itself is needed;"
-            " run git lfs pull"
-        )
     return CheckpointError(
         f"{path}: not readable as safetensors ({error}); a complete file is needed; fetch it again"
     )
@@ -208,16 +236,22 @@ def _is_lfs_pointer(path: Path) -> bool:
         return False
 
 
-def _no_safetensors(folder: Path) -> CheckpointError:
+def _no_weights(folder: Path, allow_pickle: bool) -> CheckpointError:
     foreign = sorted(f.name for f in folder.iterdir() if f.suffix in FOREIGN_SUFFIXES)
     if not foreign:
         return CheckpointError(
-            f"{folder}: no weights; {SINGLE} or {INDEX} is needed; give the folder that has it"
+            f"{folder}: no weights; {SAFETENSORS.single} or {SAFETENSORS.index} is needed;"
+            " give the folder that has it"
         )
     recipe = (
         "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, safe_serialization=True)"
     )
+    found = f"{folder}: weights only as {', '.join(foreign)}"
+    trusted = f"where transformers is installed and the file trusted, run {recipe}"
+    if allow_pickle or not any((folder / n).exists() for n in (PYTORCH.single, PYTORCH.index)):
+        return CheckpointError(f"{found}; only safetensors are read; {trusted}")
     return CheckpointError(
-        f"{folder}: weights only as {', '.join(foreign)}; only safetensors are read, since a pickle"
-        f" file is a program; where transformers is installed and the file trusted, run {recipe}"
+        f"{found}; only safetensors are read, since a pickle file is a program, which PyTorch would"
+        " run; allow_pickle=True (--allow-pickle) reads its tensors without running it, or"
+        f" {trusted}"
     )

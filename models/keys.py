@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from flax import nnx
 
 from models.errors import KeyMismatchError
-from models.hf_folder import DTYPES, TensorHeader, read_tensors
+from models.headers import DTYPES, TensorHeader
+from models.hf_folder import read_tensors
 from models.keymap import Family, Leaf, abstract_parameters, count_parameters
 
 LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

@@ -52,6 +52,14 @@ def convert(
     reference: Annotated[
         Path | None, typer.Option(help="Inputs and outputs to check against (.npz).")
     ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read pytorch_model.bin where there are no safetensors: its tensors alone, without"
+            " running the program that such a file is.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face folder into a checkpoint that loads without transposing."""
@@ -64,6 +72,7 @@ def convert(
                 source,
                 target,
                 dtype,
+                allow_pickle=allow_pickle,
                 reference=reference,
                 report=(lambda line: None) if as_json else print,
                 progress=lambda done, total: progress("convert", done // MB, total // MB, "MB"),
