@@ -16,16 +16,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
+from models.attention import Keys, attention
 from models.conformer import (
     BLOCK_NORM_EPS,
     BatchNorm,
     ConformerOutput,
     activate,
     depthwise_convolution,
-    dot,
     without_padding,
 )
 from models.errors import InputError
+from models.kernels import PLAIN
 from models.lasr_config import LasrConfig, count_frames, least_frames
 from models.rotary import Rotary, RotaryTable, rotary_frequencies, rotary_table
 
@@ -87,8 +88,9 @@ class LasrMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Transforms every frame by itself."""
-        inner = activate(self.up(self.norm(x).astype(x.dtype)), self.activation)
-        return _add(x, self.down(inner), self.residual)
+        kept, added = self.residual
+        inner = self.up(self.norm(x), activation=self.activation)
+        return self.down(inner, residual=kept * x, scale=added)
 
 
 class LasrAttention(nnx.Module):
@@ -103,21 +105,17 @@ class LasrAttention(nnx.Module):
         self.num_heads = config.num_heads
 
     def __call__(
-        self, x: Float[Array, "B T D"], table: RotaryTable, bias: Float[Array, "B 1 1 T"] | None
+        self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
     ) -> Float[Array, "B T D"]:
-        """Attends over all frames, adding `bias` to the scores in f32."""
+        """Attends over all frames that count."""
         with jax.named_scope("attention"):
-            inner = self.norm(x).astype(x.dtype)
+            inner = self.norm(x)
             heads = (*x.shape[:2], self.num_heads, -1)
             query, key, value = (
                 project(inner).reshape(heads) for project in (self.query, self.key, self.value)
             )
-            scores = dot(table.rotate(query), table.rotate(key)) * (query.shape[-1] ** -0.5)
-            if bias is not None:
-                scores = scores + bias
-            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-            context = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
-            return x + self.output(context.reshape(x.shape))
+            context = attention(table.rotate(query), table.rotate(key), value, keys)
+            return self.output(context.reshape(x.shape), residual=x)
 
 
 class LasrConvolution(nnx.Module):
@@ -140,7 +138,8 @@ class LasrConvolution(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Mixes neighbouring frames; padding is zeros to them."""
         with jax.named_scope("convolution"):
-            inner, gate = jnp.split(self.gated(self.norm(x).astype(x.dtype)), 2, axis=-1)
+            kept, added = self.residual
+            inner, gate = jnp.split(self.gated(self.norm(x)), 2, axis=-1)
             inner = inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
             if mask is not None:
                 inner = without_padding(inner, mask)
@@ -148,7 +147,7 @@ class LasrConvolution(nnx.Module):
             if self.depthwise_bias is not None:
                 inner = inner + jnp.broadcast_to(self.depthwise_bias[...], inner.shape)
             inner = activate(self.batch_norm(inner), self.activation).astype(x.dtype)
-            return _add(x, self.output(inner), self.residual)
+            return self.output(inner, residual=kept * x, scale=added)
 
 
 class LasrLayer(nnx.Module):
@@ -167,15 +166,14 @@ class LasrLayer(nnx.Module):
         x: Float[Array, "B T D"],
         table: RotaryTable,
         mask: Bool[Array, "B T"] | None,
-        bias: Float[Array, "B 1 1 T"] | None,
+        keys: Keys,
     ) -> Float[Array, "B T D"]:
         """Applies the block."""
         with jax.named_scope("mlp_before"):
             x = self.mlp_before(x)
-        x = self.convolution(self.attention(x, table, bias), mask)
+        x = self.convolution(self.attention(x, table, keys), mask)
         with jax.named_scope("mlp_after"):
-            x = self.mlp_after(x)
-            return self.norm(x).astype(x.dtype)
+            return self.norm(self.mlp_after(x))
 
 
 class LasrModel(nnx.Module):
@@ -196,6 +194,7 @@ class LasrModel(nnx.Module):
         self.norm = _norm(config, dtype, rngs)
         dim, vocabulary = config.embed_dim, config.vocab_size
         self.head = layers.linear(dim, vocabulary, dtype, rngs) if vocabulary else None
+        self.kernels = PLAIN
 
     def __call__(
         self, input_features: Mels, attention_mask: MelMask | None = None
@@ -227,19 +226,21 @@ class LasrModel(nnx.Module):
         check_mels(self.config, tuple(input_features.shape), mask_shape)
         with jax.named_scope("subsampling"):
             x = self.subsampling(jnp.asarray(input_features).astype(self.dtype))
-        mask = bias = None
+        mask, keys = None, Keys(by=self.kernels.attention)
         if attention_mask is not None:
             with jax.named_scope("mask"):
                 mask = frame_mask(self.config, attention_mask)
                 bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min)[:, None, None, :]
+                lengths = mask.astype(jnp.int32).sum(axis=1)
+                keys = Keys(by=keys.by, bias=bias, lengths=lengths)
         rotary = Rotary(theta=self.config.rotary_base)
         frequencies = rotary_frequencies(rotary, self.config.embed_dim // self.config.num_heads)
         table = rotary_table(frequencies, x.shape[1], None)
         states = [x]
         for layer in self.layers:
-            states.append(layer(states[-1], table, mask, bias))
+            states.append(layer(states[-1], table, mask, keys))
         with jax.named_scope("norm"):
-            return [*states, self.norm(states[-1]).astype(x.dtype)]
+            return [*states, self.norm(states[-1])]
 
 
 def frame_mask(config: LasrConfig, attention_mask: MelMask) -> Bool[Array, "B T"]:
@@ -275,14 +276,8 @@ def check_mels(config: LasrConfig, shape: tuple[int, ...], mask: tuple[int, ...]
         )
 
 
-def _add(
-    x: Float[Array, "B T D"], y: Float[Array, "B T D"], weights: tuple[float, float]
-) -> Float[Array, "B T D"]:
-    return weights[0] * x + weights[1] * y
-
-
-def _norm(config: LasrConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
+def _norm(config: LasrConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> layers.LayerNorm:
+    return layers.LayerNorm(
         config.embed_dim,
         epsilon=config.norm_eps,
         use_bias=False,
