@@ -7,6 +7,7 @@ runs; on any other platform the plain form does.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,8 +87,13 @@ def as_operation[Out](
     return jax.tree.unflatten(jax.tree.structure(out_shape), results)
 
 
-def arguments_of(params: Mapping, operands: Sequence[Array]) -> dict[str, object]:
-    """The arguments of the public function, from an operation's parameters and operands."""
+def arguments_of(params: Mapping, operands: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of the public function, from an operation's parameters and operands.
+
+    Args:
+      params: Of the operation.
+      operands: Its operands, or what stands for them.
+    """
     return {
         name: operands[x.index] if isinstance(x, Operand) else x for name, x in params["arguments"]
     }
