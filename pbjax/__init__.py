@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pbjax.device import Device
     from pbjax.errors import PbjaxError
+    from pbjax.generation import generate, stream
     from pbjax.optimized import Optimized
     from pbjax.pipeline import optimize
     from pbjax.plan import Plan
@@ -23,10 +24,23 @@ _HOMES = {
     "Profile": "profiling",
     "Split": "schedule",
     "Timetable": "schedule",
+    "generate": "generation",
     "optimize": "pipeline",
+    "stream": "generation",
 }
 
-__all__ = ["Device", "Optimized", "PbjaxError", "Plan", "Profile", "Split", "Timetable", "optimize"]
+__all__ = [
+    "Device",
+    "Optimized",
+    "PbjaxError",
+    "Plan",
+    "Profile",
+    "Split",
+    "Timetable",
+    "generate",
+    "optimize",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -81,6 +81,40 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
     return _from_nnx(owner, _method(model)) if isinstance(owner, nnx.Module) else _plain(model)
 
 
+def shared_method(model: object, name: str) -> Functional:
+    """Turns a method of an nnx module into a function that modules of one structure share.
+
+    As a static argument of a jitted function it is therefore no reason to compile again.
+
+    Args:
+      model: The module.
+      name: Of the method.
+
+    Returns:
+      The function; its params are a tuple of arrays, which is quick to pass to a jitted function.
+
+    Raises:
+      InputTypeError: The model is no nnx module.
+    """
+    if not isinstance(model, nnx.Module):
+        raise InputTypeError(
+            f"shared_method(model): a {type(model).__name__}; an nnx module is needed; pass one"
+        )
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(_on_device(state))
+    apply = _shared_apply(graphdef, treedef, name)
+    return Functional(apply=apply, params=tuple(leaves), name=_name(model, name))
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_apply(graphdef: nnx.GraphDef, treedef: object, name: str) -> Callable:
+    def apply(params, *inputs):
+        state = jax.tree.unflatten(treedef, params)
+        return getattr(nnx.merge(graphdef, state, copy=True), name)(*inputs)
+
+    return apply
+
+
 def check_state(model: Functional, *inputs: object) -> None:
     """Refuses a model whose state changes in a call; traces it, runs nothing.
 

@@ -1,0 +1,45 @@
+"""What generation returns: tokens as they come, and whole completions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop_token", "stop_string", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+      sequence: Which prompt it continues, counted from 0.
+      token_id: The token.
+      log_prob: Its log-probability, in nats, under the model's own distribution: before penalty,
+        temperature and filters.
+      text: What it adds to the text; empty while a character is incomplete or a stop string may
+        have begun. None without a tokenizer.
+      finish_reason: Why the sequence ends with it; None while it goes on.
+    """
+
+    sequence: int
+    token_id: int
+    log_prob: float
+    text: str | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What was generated after one prompt.
+
+    Attributes:
+      token_ids: The tokens, a stop token included.
+      log_probs: Their log-probabilities, as in `Token`.
+      text: Their text, without the stop token or stop string and what follows; None without a
+        tokenizer.
+      finish_reason: A stop token or stop string came, or the allowed number of tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str | None
+    finish_reason: FinishReason

@@ -1,0 +1,184 @@
+"""How the next token is chosen from scores: penalty, temperature, filters, draw.
+
+The order is Hugging Face's: repetition penalty, temperature, top-k, top-p, min-p. Each filter
+keeps the tokens whose score reaches a threshold, so that equal scores share one fate whatever their
+order. Not here: when to stop.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from pbjax.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Settings of one sequence.
+
+    Attributes:
+      temperature: What scores are divided by; 0 takes the best token.
+      top_k: How many of the best tokens may be drawn; None = all.
+      top_p: The least probability that the tokens which may be drawn have together.
+      min_p: The least probability of a token that may be drawn, as a part of the best one's.
+      repetition_penalty: What the score of a token that is there already is divided by if
+        positive, multiplied by if negative; 1 = none.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises InputError unless every setting has a meaning."""
+        self._require("temperature", 0 <= self.temperature < math.inf, "0 or a positive number")
+        self._require("top_k", self.top_k is None or self.top_k >= 1, "1 or more, or None")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        penalty = self.repetition_penalty
+        self._require("repetition_penalty", 0 < penalty < math.inf, "a positive number")
+        if self.temperature == 0 and self.filters:
+            raise InputError(
+                f"generate(temperature={self.temperature}): the best token is taken, which "
+                "top_k, top_p and min_p cannot change; they are for temperatures above 0; raise "
+                "temperature or leave them out"
+            )
+
+    def _require(self, name: str, fulfilled: bool, allowed: str) -> None:
+        if not fulfilled:
+            raise InputError(
+                f"generate({name}={getattr(self, name)}): this has no meaning; {allowed} is "
+                f"allowed; correct {name}"
+            )
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens may not be drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def kind(self) -> "Kind":
+        """What the compiled step must be able to do."""
+        return Kind(
+            draws=self.temperature > 0,
+            sorts=self.top_k is not None or self.top_p < 1,
+            penalises=self.repetition_penalty != 1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """The part of the settings that is compiled; all else are inputs.
+
+    Attributes:
+      draws: Whether tokens are drawn at all.
+      sorts: Whether scores must be sorted, for top-k or top-p.
+      penalises: Whether it must be remembered which tokens are there.
+    """
+
+    draws: bool
+    sorts: bool
+    penalises: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of every sequence as arrays; see `Sampling`. A top_k of the vocabulary = all."""
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+
+
+def settings_of(sampling: Sampling, batch_size: int, vocab_size: int) -> Settings:
+    """Returns the same settings for every sequence of a batch."""
+
+    def everywhere(value: float | int, dtype: type = np.float32) -> Array:
+        return jnp.asarray(np.full(batch_size, value, dtype))
+
+    return Settings(
+        temperature=everywhere(sampling.temperature),
+        top_k=everywhere(min(sampling.top_k or vocab_size, vocab_size), np.int32),
+        top_p=everywhere(sampling.top_p),
+        min_p=everywhere(sampling.min_p),
+        repetition_penalty=everywhere(sampling.repetition_penalty),
+    )
+
+
+def penalise(
+    scores: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Makes the tokens that are there already less likely.
+
+    Source: Keskar et al. 2019 (CTRL), section 4.1; for negative scores as Hugging Face does it.
+    """
+    penalty = jnp.broadcast_to(penalty[:, None], scores.shape)
+    return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def keep_likely(
+    scores: Float[Array, "B V"], settings: Settings, *, sorts: bool
+) -> Float[Array, "B V"]:
+    """Sets the scores of tokens that may not be drawn to -inf.
+
+    Args:
+      scores: Scores over the temperature.
+      settings: top_k, top_p and min_p of each row.
+      sorts: Whether top_k or top_p of any row excludes a token.
+
+    Source: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
+    """
+    threshold = scores.max(axis=1) + jnp.log(settings.min_p)
+    if sorts:
+        ranked = -jnp.sort(-scores, axis=1)
+        kth = jnp.take_along_axis(ranked, settings.top_k[:, None] - 1, axis=1)
+        ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)
+        # A token stays while those before it have less than top_p together: the best always does.
+        probabilities = jax.nn.softmax(ranked, axis=1)
+        before = jnp.cumsum(probabilities, axis=1) - probabilities
+        count = jnp.sum(before < settings.top_p[:, None], axis=1, keepdims=True)
+        last = jnp.take_along_axis(ranked, count - 1, axis=1)
+        threshold = jnp.maximum(threshold, jnp.maximum(kth, last)[:, 0])
+    return jnp.where(scores >= threshold[:, None], scores, -jnp.inf)
+
+
+def choose(
+    scores: Float[Array, "B V"],
+    seen: Bool[Array, "B V"] | None,
+    settings: Settings,
+    keys: Key[Array, " B"],
+    kind: Kind,
+) -> Int[Array, " B"]:
+    """Chooses a token for every row, by its own key and settings alone.
+
+    Args:
+      scores: The model's scores in f32.
+      seen: Which tokens are there already; None unless `kind` penalises.
+      settings: Of each row.
+      keys: Random key of each row.
+      kind: What the settings need.
+    """
+    if seen is not None:
+        scores = penalise(scores, seen, settings.repetition_penalty)
+    best = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    if not kind.draws:
+        return best
+    greedy = settings.temperature == 0
+    scaled = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
+    kept = keep_likely(scaled, settings, sorts=kind.sorts)
+    drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    return jnp.where(greedy, best, drawn)
+
+
+def keys_of(seeds: UInt32[Array | np.ndarray, " B"], step: Int[Array, ""]) -> Key[Array, " B"]:
+    """Returns the random key of each sequence's token number `step`."""
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds)

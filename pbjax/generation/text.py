@@ -1,0 +1,69 @@
+"""Tokens into text one at a time: whole characters only, and nothing of a stop string."""
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from pbjax.errors import InputError
+
+
+class TextStream:
+    """The text of one sequence while it grows."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], stop_strings: tuple[str, ...]
+    ) -> None:
+        """Starts behind a prompt, on which the first character may depend."""
+        self._tokenizer, self._stop_strings = tokenizer, stop_strings
+        self._decoder = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        self._held = ""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Takes a token.
+
+        Returns:
+          The text that is certain now, and whether it ends before a stop string.
+        """
+        self._held += self._decoder.step(self._tokenizer, token_id) or ""
+        places = [self._held.find(stop) for stop in self._stop_strings]
+        if found := [place for place in places if place >= 0]:
+            text, self._held = self._held[: min(found)], ""
+            return text, True
+        cut = len(self._held) - self._possible_stop()
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, False
+
+    def finish(self) -> str:
+        """Returns what was held back in case a stop string had begun."""
+        text, self._held = self._held, ""
+        return text
+
+    def _possible_stop(self) -> int:
+        """How many characters at the end may begin a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for count in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stop_strings):
+                return count
+        return 0
+
+
+def check_stop_strings(
+    stop_strings: Sequence[str], tokenizer: tokenizers.Tokenizer | None
+) -> tuple[str, ...]:
+    """Returns stop strings as they are.
+
+    Raises:
+      InputError: They need a tokenizer, one is empty, or they are one string and not several.
+    """
+    if isinstance(stop_strings, str) or "" in stop_strings:
+        raise InputError(
+            f"generate(stop_strings={stop_strings!r}): not several texts with something in each; a "
+            "sequence of texts is allowed; write for instance stop_strings=['\\n\\n']"
+        )
+    if stop_strings and tokenizer is None:
+        raise InputError(
+            f"generate(stop_strings={list(stop_strings)}): there is no tokenizer; only texts can "
+            "be searched; pass tokenizer=models.load_tokenizer(FOLDER), or stop_tokens"
+        )
+    return tuple(stop_strings)
