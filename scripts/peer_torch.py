@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""The same six models through PyTorch and Hugging Face's classes, on one GPU.
+
+Full size, bfloat16, inference mode, SDPA attention where the class has it; weights and inputs are
+hashed by the rule of model_rows.py and so equal ours bit for bit. Modes: eager, inductor
+(torch.compile), max-autotune (the same with autotuned templates and CUDA graphs), reduce-overhead
+(CUDA graphs). Alone it prints one line of JSON per row and mode; bench_models.py runs it beside
+ours:
+
+    python scripts/peer_torch.py --rows bert vit --modes eager inductor
+
+An all-ones attention mask is passed on purpose: without one, Inductor picks a slow attention for
+BERT. The Conformer's activation is SiLU, as in the paper and in our preset.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from model_rows import ROWS, Row, get_row, scale_of, seed_of
+
+# Where transformers 5 names the modules of ViT anew; its files keep the old names.
+FILE_NAMES = {
+    r"^layers\.": "encoder.layer.",
+    r"attention\.q_proj": "attention.attention.query",
+    r"attention\.k_proj": "attention.attention.key",
+    r"attention\.v_proj": "attention.attention.value",
+    r"attention\.o_proj": "attention.output.dense",
+    r"mlp\.fc1": "intermediate.dense",
+    r"mlp\.fc2": "output.dense",
+}
+MODES = ("eager", "inductor", "max-autotune", "reduce-overhead")
+NUM_INPUTS, ROUNDS, CHUNK = 4, 5, 1 << 26
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    """Runs the rows one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--modes", nargs="+", default=["eager", "inductor"], choices=MODES)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--outputs", type=Path, help="folder for the first output")
+    parser.add_argument("--wait", action="store_true", help="say READY, measure after a line")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for name in args.rows:
+        row = get_row(name, tiny=args.tiny)
+        with torch.inference_mode():
+            model = make_model(row)
+            inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
+            ready = {mode: warm(model, inputs, mode, row.name) for mode in args.modes}
+            if args.wait:
+                print("READY", flush=True)
+                sys.stdin.readline()
+            for mode, (run, line) in ready.items():
+                if run is not None:
+                    line |= measure(run, inputs, args.tiny)
+                    save(run, inputs, args.outputs, f"torch {name} {mode}")
+                print(json.dumps({"side": "torch", "mode": mode, **line}), flush=True)
+        del model, inputs, ready
+        torch._dynamo.reset()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+def make_model(row: Row) -> torch.nn.Module:
+    """A model of Hugging Face's with hashed weights."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        model = build(row)
+    torch.set_default_dtype(torch.float32)
+    model = model.to(DEVICE, torch.bfloat16).eval()
+    for name, tensor in model.state_dict().items():
+        if row.name == "vit":
+            for pattern, replacement in FILE_NAMES.items():
+                name = re.sub(pattern, replacement, name)
+        if tensor.is_floating_point():
+            tensor.copy_(hashed(seed_of(name), tensor.shape, scale_of(name, tensor.dim())))
+    return model
+
+
+def build(row: Row) -> torch.nn.Module:
+    """The model without weights worth keeping."""
+    hf, sdpa = transformers, {"attn_implementation": "sdpa"}
+    dim, layers, heads, mlp = row.embed_dim, row.num_layers, row.num_heads, row.mlp_dim
+    sizes = {"hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads}
+    wide = sizes | {"intermediate_size": mlp}
+    match row.name:
+        case "vit":
+            config = hf.ViTConfig(**wide, image_size=row.image_size)
+            return hf.ViTModel._from_config(config, **sdpa)
+        case "bert":
+            config = hf.BertConfig(**wide, vocab_size=row.vocab_size)
+            return hf.BertModel._from_config(config, add_pooling_layer=False, **sdpa)
+        case "conformer":
+            config = hf.Wav2Vec2ConformerConfig(
+                **wide,
+                hidden_act="silu",
+                position_embeddings_type="relative",
+                conv_depthwise_kernel_size=31,
+            )
+            return hf.Wav2Vec2ConformerModel._from_config(config).encoder
+        case "gpt2":
+            config = hf.GPT2Config(
+                n_embd=dim, n_layer=layers, n_head=heads, n_inner=mlp, vocab_size=row.vocab_size
+            )
+            return hf.GPT2Model._from_config(config, **sdpa)
+        case "bloom":
+            config = hf.BloomConfig(
+                hidden_size=dim, n_layer=layers, n_head=heads, vocab_size=row.vocab_size
+            )
+            return hf.BloomModel._from_config(config)
+        case "llama":
+            config = hf.LlamaConfig(
+                **wide,
+                num_key_value_heads=row.num_kv_heads,
+                vocab_size=row.vocab_size,
+                rope_theta=500000.0,
+                rms_norm_eps=1e-5,
+                max_position_embeddings=8192,
+            )
+            return hf.LlamaModel._from_config(config, **sdpa)
+
+
+def hashed(seed: int, shape: tuple[int, ...], spread: tuple[float, float]) -> torch.Tensor:
+    """Values of a tensor in bfloat16; the rule is in model_rows.py."""
+    size = int(np.prod(shape))
+    out = torch.empty(size, dtype=torch.bfloat16, device=DEVICE)
+    middle, scale = (torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in spread)
+    for start in range(0, size, CHUNK):
+        stop = min(start + CHUNK, size)
+        h = torch.arange(start, stop, dtype=torch.int64, device=DEVICE) * 0x9E3779B1 + seed
+        h &= 0xFFFFFFFF
+        h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        h = (h ^ (h >> 16)) >> 8
+        values = h.to(torch.float32) * 2.0**-23 - 1.0
+        out[start:stop] = (middle + scale * values).to(torch.bfloat16)
+    return out.reshape(shape)
+
+
+def make_inputs(row: Row, index: int) -> dict[str, object]:
+    """Random inputs of a call, by argument."""
+    seed, batch = seed_of(f"inputs {index}"), row.batch_size
+    if row.image_size:
+        shape = (batch, 3, row.image_size, row.image_size)
+        return {"pixel_values": hashed(seed, shape, (0.0, 1.0))}
+    if not row.vocab_size:
+        shape = (batch, row.length, row.embed_dim)
+        return {"hidden_states": hashed(seed, shape, (0.0, 1.0))}
+    values = hashed(seed, (batch, row.length), (0.0, 1.0)).float()
+    ids = (values.abs() * (row.vocab_size - 1)).to(torch.int64)
+    mask = torch.ones(batch, row.length, dtype=torch.long, device=DEVICE)
+    given = {"input_ids": ids, "attention_mask": mask}
+    return given if row.name == "bert" else given | {"use_cache": False}
+
+
+def warm(model: torch.nn.Module, inputs: list[dict], mode: str, name: str):
+    """Compiles a mode and calls it a few times; (None, line) with the error if it fails."""
+    start = time.perf_counter()
+    run = model
+    if mode != "eager":
+        option = None if mode == "inductor" else mode
+        run = torch.compile(model, mode=option, dynamic=False)
+    try:
+        for i in range(4):
+            run(**inputs[i % NUM_INPUTS])
+        synchronize()
+    except Exception as error:  # A mode that fails is reported, not hidden.
+        return None, {"error": f"{type(error).__name__}: {error}"[:600]}
+    return run, {"compile_s": round(time.perf_counter() - start, 1)}
+
+
+def measure(run, inputs: list[dict], tiny: bool) -> dict:
+    """Wall seconds of back-to-back calls on inputs in turn."""
+    run(**inputs[0])
+    synchronize()
+    start = time.perf_counter()
+    run(**inputs[1])
+    synchronize()
+    once = time.perf_counter() - start
+    calls = 2 if tiny else max(4, min(40, int(0.15 / once)))
+
+    def group() -> float:
+        start = time.perf_counter()
+        for i in range(calls):
+            run(**inputs[i % NUM_INPUTS])
+        synchronize()
+        return (time.perf_counter() - start) / calls
+
+    group()
+    seconds = [group() for _ in range(ROUNDS)]
+    return {
+        "seconds": statistics.median(seconds),
+        "spread_s": max(seconds) - min(seconds),
+        "calls": calls,
+    }
+
+
+def save(run, inputs: list[dict], folder: Path | None, name: str) -> None:
+    """Writes the first rows of the first output."""
+    if folder is not None:
+        output = run(**inputs[0]).last_hidden_state[:2].float().cpu().numpy()
+        np.save(folder / f"{name}.npy", output)
+
+
+def synchronize() -> None:
+    """Waits for the GPU."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
