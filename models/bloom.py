@@ -224,7 +224,8 @@ class BloomAttention(nnx.Module):
         inner = self.norm(x)
         if self.parts is not None:
             shape = (*x.shape[:2], self.num_heads, -1)
-            return tuple(part(inner).reshape(shape) for part in self.parts)
+            query, key, value = (part(inner).reshape(shape) for part in self.parts)
+            return query, key, value
         # The columns are grouped by head; each head has its query, its key, its value.
         fused = self.query_key_value(inner)
         heads = fused.reshape(*x.shape[:2], self.num_heads, 3, -1)
@@ -308,12 +309,15 @@ class BloomModel(CausalDecoder[BloomConfig]):
         if packing is not None:
             input_ids = packing.pack(input_ids)
         states = [self.embeddings(input_ids)]
-        keys = self._keys(input_ids.shape[1], attention_mask, packing)
+        keys = self.prompt_keys(input_ids.shape[1], attention_mask, packing)
         for layer in self.layers:
             states.append(layer(states[-1], keys))
         return states if packing is None else [packing.unpack(x) for x in states]
 
-    def _keys(self, length: int, attention_mask: Mask | None, packing: Packing | None) -> Keys:
+    def prompt_keys(
+        self, length: int, attention_mask: Mask | None, packing: Packing | None
+    ) -> Keys:
+        """Returns which keys the tokens of whole sequences see, and what their positions count."""
         by = self.kernels.alibi_attention
         if by == "xla":
             alibi = alibi_bias(self.config.num_heads, length, attention_mask)
@@ -322,9 +326,9 @@ class BloomModel(CausalDecoder[BloomConfig]):
         return Keys(by=by, causal=True, lengths=lengths, slopes=self.alibi_slopes)
 
     @property
-    def alibi_slopes(self) -> Float[Array, " N"]:
+    def alibi_slopes(self) -> Float[np.ndarray, " N"]:
         """By how much each head's scores grow per position."""
-        return jnp.asarray(alibi_slopes(self.config.num_heads))
+        return alibi_slopes(self.config.num_heads)
 
     def embed_tokens(
         self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"]

@@ -5,7 +5,7 @@ Both are pure functions of the weights, the tokens and the cache: `pbjax.generat
 token, stop conditions, padding on the left, which `pbjax.generation` removes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -14,9 +14,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from models.attention import Keys, Packing, attention, causal_keys
 from models.errors import InputError
+from models.kernels import Kernels
 from models.kv_cache import KVCache, LayerCache, empty_cache
-from models.layers import Ids, attend, causal_bias, check_tokens
+from models.layers import Ids, Mask, check_tokens
 from models.outputs import register_output
 
 # Query, key and value; the query may have more heads.
@@ -66,6 +68,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
     config: C
     layers: nnx.List
     norm: nnx.Module
+    kernels: Kernels
 
     @property
     def max_seq_len(self) -> int | None:
@@ -78,9 +81,21 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         return self.config.vocab_size
 
     @property
-    def alibi_slopes(self) -> Float[Array, " N"] | None:
+    def alibi_slopes(self) -> Float[np.ndarray, " N"] | None:
         """By how much each head's scores grow per position, where positions enter that way."""
         return None
+
+    def prompt_keys(
+        self, length: int, attention_mask: Mask | None, packing: Packing | None
+    ) -> Keys:
+        """Returns which keys the tokens of whole sequences see.
+
+        Args:
+          length: Number of tokens.
+          attention_mask: 1 for tokens, 0 for padding; None = all 1.
+          packing: Where kernels have the tokens of a mask.
+        """
+        return causal_keys(self.kernels, length, attention_mask, packing)
 
     def embed_tokens(
         self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"]
@@ -97,9 +112,9 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         raise NotImplementedError
 
     def last_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normalises the hidden states after the last block, in their dtype."""
+        """Normalises the hidden states after the last block."""
         with jax.named_scope("norm"):
-            return self.norm(x).astype(x.dtype)
+            return self.norm(x)
 
     def empty_cache(self, batch_size: int, num_keys: int) -> KVCache:
         """Returns a cache without tokens in the dtype of the weights.
@@ -142,16 +157,13 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         self._check(tuple(input_ids.shape), cache, "prefill")
         ids, lengths = jnp.asarray(input_ids), jnp.asarray(lengths, jnp.int32)
         length = ids.shape[1]
-        # Padding stands behind every token, where causal attention does not look.
-        bias = causal_bias(length, None)
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
-        alibi = None
-        if (slopes := self.alibi_slopes) is not None:
-            places = jnp.arange(length, dtype=jnp.float32)
-            alibi = slopes[None, :, None, None] * places[None, None, None, :]
+        # Padding stands behind every token, where causal attention does not look; the lengths
+        # spare kernels the work on it.
+        keys = replace(self.prompt_keys(length, None, None), lengths=lengths)
 
         def attend_prompt(query, key, value, held):
-            return attend(query, key, value, bias, alibi), held.start(key, value)
+            return attention(query, key, value, keys), held.start(key, value)
 
         x, layers = self._blocks(ids, positions, cache, attend_prompt)
         last = jnp.broadcast_to(lengths[:, None, None] - 1, (x.shape[0], 1, x.shape[2]))
@@ -174,7 +186,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         ids = jnp.asarray(tokens)
         positions = cache.positions(ids.shape[1])
         lengths = cache.lengths + ids.shape[1]
-        slopes = self.alibi_slopes
+        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes)
 
         def attend_all(query, key, value, held):
             held = held.append(key, value, positions)
@@ -184,8 +196,8 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         inside = jnp.broadcast_to((positions < cache.num_keys)[:, :, None], x.shape)
         return self._output(jnp.where(inside, x, jnp.nan), layers, lengths)
 
-    def _blocks(self, ids, positions, cache, attention):
-        """Applies all blocks, with attention(query, key, value, held) -> context, held."""
+    def _blocks(self, ids, positions, cache, attend):
+        """Applies all blocks, with attend(query, key, value, held) -> context, held."""
         x = self.embed_tokens(ids, positions)
         terms = self.position_terms(positions)
         layers = []
@@ -193,7 +205,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
             with jax.named_scope("attention"):
                 query, key, value = layer.attention.heads(x, *terms)
                 held = LayerCache(keys=keys, values=values)
-                context, held = attention(query, key, value, held)
+                context, held = attend(query, key, value, held)
                 x = layer.attention.join(x, context)
             layers.append(held)
             x = layer.mlp(x)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from models.attention import Keys, attention, causal_keys, packing_of
+from models.attention import Keys, attention, packing_of
 from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
@@ -205,7 +205,8 @@ class GPT2Attention(nnx.Module):
         inner = self.norm(x)
         if self.parts is not None:
             shape = (*x.shape[:2], self.num_heads, -1)
-            return tuple(part(inner).reshape(shape) for part in self.parts)
+            query, key, value = (part(inner).reshape(shape) for part in self.parts)
+            return query, key, value
         # The columns are all queries, all keys, all values; the heads lie inside each.
         fused = self.query_key_value(inner)
         heads = fused.reshape(*x.shape[:2], 3, self.num_heads, -1)
@@ -297,7 +298,7 @@ class GPT2Model(CausalDecoder[GPT2Config]):
         if packing is not None:
             input_ids, position_ids = packing.pack_tokens(input_ids, position_ids)
         states = [self.embeddings(input_ids, position_ids)]
-        keys = causal_keys(self.kernels, input_ids.shape[1], attention_mask, packing)
+        keys = self.prompt_keys(input_ids.shape[1], attention_mask, packing)
         for layer in self.layers:
             states.append(layer(states[-1], keys))
         return states if packing is None else [packing.unpack(x) for x in states]

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from models.attention import Keys, attention, causal_keys, packing_of
+from models.attention import Keys, attention, packing_of
 from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
 from models.hf_config import ConfigFields
@@ -255,9 +255,7 @@ class LlamaAttention(nnx.Module):
             query, key, value = self.heads(x, table)
             return self.join(x, attention(query, key, value, keys))
 
-    def heads(
-        self, x: Float[Array, "B T D"], table: RotaryTable
-    ) -> Heads:
+    def heads(self, x: Float[Array, "B T D"], table: RotaryTable) -> Heads:
         """Returns query, key and value of every head, the first two turned to their positions."""
         normal = self.norm(x)
         query, key, value = (
@@ -372,7 +370,7 @@ class LlamaModel(CausalDecoder[LlamaConfig]):
         length = input_ids.shape[1]
         frequencies = rotary_frequencies(self.config.rotary, self.config.head_dim)
         table = rotary_table(frequencies, length, position_ids)
-        keys = causal_keys(self.kernels, length, attention_mask, packing)
+        keys = self.prompt_keys(length, attention_mask, packing)
         with jax.named_scope("embeddings"):
             states = [look_up(self.embeddings, jnp.asarray(input_ids))]
         for layer in self.layers:
