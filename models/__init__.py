@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from models.bert import BertConfig, BertModel, BertOutput
     from models.bloom import BloomConfig, BloomModel
-    from models.checkpoint import load, load_tokenizer
+    from models.checkpoint import load, load_parameters, load_tokenizer
     from models.conformer import ConformerEncoder, ConformerOutput
     from models.conformer_config import ConformerConfig
     from models.conversion import ConversionReport, convert
@@ -76,6 +76,7 @@ _MODULES = {
     "Wav2Vec2ConformerModel": "wav2vec2_conformer",
     "convert": "conversion",
     "load": "checkpoint",
+    "load_parameters": "checkpoint",
     "load_tokenizer": "checkpoint",
 }
 
@@ -112,6 +113,7 @@ __all__ = [
     "Wav2Vec2ConformerModel",
     "convert",
     "load",
+    "load_parameters",
     "load_tokenizer",
 ]
 

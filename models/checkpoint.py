@@ -6,26 +6,26 @@ Names are matched in `models.keys`, files read in `models.hf_folder` and `models
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tokenizers
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from models import FAMILIES
 from models.errors import CheckpointError, ConfigError, NumericError
-from models.headers import DTYPES
-from models.hf_folder import check_folder, read_headers, read_json, read_tensors
-from models.keymap import Family
-from models.keys import Match, match
+from models.hf_folder import check_folder, read_headers, read_json
+from models.keymap import Family, arrange
+from models.keys import Match, Source, match
 from models.numeric import check_summaries, summarise
-from models.orbax_folder import is_ours, parse_config, parse_manifest, read
+from models.orbax_folder import is_ours, parse_config, parse_manifest, read, read_part
 from models.parameters import Parameter, canonical_dtype, cast, fill, fingerprint
+from models.stored_tensors import DTYPES, map_tensor
 
 Progress = Callable[[int, int], object]
 
@@ -106,6 +106,56 @@ def load(
     return module
 
 
+def load_parameters(
+    folder: str | Path,
+    prefix: str,
+    dtype: DTypeLike | None = None,
+    *,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Shaped[Array, "..."]]:
+    """Loads the parameters of a part of a model; the rest of the folder is checked but not read.
+
+    Args:
+      folder: As for `load`.
+      prefix: Dotted path of the part in the module, e.g. "layers.3" or "embeddings.word".
+      dtype: Of the parameters; None keeps the file's.
+      allow_pickle: As for `load`.
+      progress: Called with (bytes read, bytes in all).
+
+    Returns:
+      The parameters by their dotted paths in the module.
+
+    Raises:
+      CheckpointError: As for `load`; also when the module has no such part.
+    """
+    path = Path(folder)
+    check_folder(path)
+    wanted = None if dtype is None else canonical_dtype(dtype, f"load_parameters({path})")
+    fields, step = read_json(path / "config.json"), progress or _ignore
+
+    def within(name: str) -> bool:
+        return f"{name}.".startswith(f"{prefix}.")
+
+    if is_ours(fields):
+        manifest = parse_manifest(fields, f"{path}/config.json")
+        family = find_family(fields, path)
+        config = parse_config(family, manifest, f"{path}/config.json")
+        stored = wanted or manifest.dtype
+        found = read_part(family, config, path, manifest, stored, progress=step, wanted=within)
+    else:
+        checkpoint = open_checkpoint(path, fields, allow_pickle=allow_pickle)
+        sources = tuple(s for s in checkpoint.match.sources if within(s.leaf.path))
+        part = replace(checkpoint, match=replace(checkpoint.match, sources=sources))
+        found = _parameters(part, wanted or checkpoint.stored_dtype(), step)
+    if parameters := {parameter.path: parameter.value for parameter in found}:
+        return parameters
+    raise CheckpointError(
+        f"load_parameters({path}): no parameter lies below {prefix!r}; paths are those of the"
+        ' module, such as "layers.0"; take one of them'
+    )
+
+
 def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a folder, with the truncation and padding that its file sets.
 
@@ -184,34 +234,43 @@ def read_module[C, M: nnx.Module](
 
 
 def _parameters(checkpoint: Checkpoint, dtype: str, progress: Progress) -> Iterator[Parameter]:
-    leaves = {source.header.key: source.leaf for source in checkpoint.match.sources}
-    headers = (source.header for source in checkpoint.match.sources)
     done, total = 0, checkpoint.num_bytes
     progress(done, total)
-    for header, tensor in read_tensors(headers):
-        leaf = leaves[header.key]
-        value = jax.device_put(_cast(tensor, dtype, f"{header.file}: {header.key}"))
-        yield Parameter(path=leaf.path, value=leaf.arrange(value))
-        done += header.num_bytes
+    # File by file and from front to back, as disks like it.
+    sources = checkpoint.match.sources
+    for source in sorted(sources, key=lambda s: (s.header.file, s.header.start)):
+        yield Parameter(path=source.leaf.path, value=_read(source, dtype))
+        done += source.header.num_bytes
         progress(done, total)
 
 
-def _cast(tensor: Shaped[np.ndarray, "..."], dtype: str, name: str) -> Shaped[np.ndarray, "..."]:
-    if bad := np.count_nonzero(~np.isfinite(tensor)):
+def _read(source: Source, dtype: str) -> Shaped[Array, "..."]:
+    """Brings one tensor from its file to the device, into the module's layout and dtype."""
+    header, leaf = source.header, source.leaf
+    name = f"{header.file}: {header.key}"
+    # A copy: what lies in memory as it lies in the file could else stay a view of the file.
+    stored = jax.device_put(map_tensor(header), may_alias=False)
+    value, num_bad, num_beyond = _place(stored, leaf.permutation, leaf.num_unit_axes, dtype)
+    # Asking for the counts waits for the copy, so that one tensor at a time is under way.
+    if num_bad:
         raise CheckpointError(
-            f"{name} has {bad} values that are not finite; finite values are needed;"
+            f"{name} has {num_bad} values that are not finite; finite values are needed;"
             " the file is damaged, fetch it again"
         )
-    if tensor.dtype == jnp.dtype(dtype):
-        return tensor
-    with np.errstate(over="ignore"):
-        result = tensor.astype(jnp.dtype(dtype))
-    if bad := np.count_nonzero(~np.isfinite(result)):
+    if num_beyond:
         raise CheckpointError(
-            f"{name} has {bad} values beyond {dtype}; finite values are needed;"
+            f"{name} has {num_beyond} values beyond {dtype}; finite values are needed;"
             " choose a dtype with a wider range"
         )
-    return result
+    return value
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _place(stored, permutation, num_unit_axes, dtype):
+    """Returns the parameter, and how many values are not finite before and after the cast."""
+    value = arrange(stored.astype(dtype), permutation, num_unit_axes)
+    num_bad, num_beyond = (jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in (stored, value))
+    return value, num_bad, num_beyond
 
 
 def _load_ours(
@@ -228,14 +287,10 @@ def _load_ours(
     config = parse_config(family, manifest, f"{path}/config.json")
     report(f"config   {family.model_type}, {manifest.source_class}: {family.describe(config)}")
     report(f"params   {manifest.num_parameters:,}, {manifest.dtype}, {manifest.fingerprint}")
-    total = manifest.num_parameters * jnp.dtype(manifest.dtype).itemsize
-    progress(0, total)
+    stored = manifest.dtype if verify else dtype or manifest.dtype
+    module = read(family, config, path, manifest, stored, progress=progress)
     if not verify:
-        module = read(family, config, path, manifest, dtype or manifest.dtype)
-        progress(total, total)
         return module
-    module = read(family, config, path, manifest, manifest.dtype)
-    progress(total, total)
     if (found := fingerprint(module)) != manifest.fingerprint:
         raise NumericError(
             f"{path}: fingerprint of the parameters is {found}; config.json says"

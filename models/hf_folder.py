@@ -1,27 +1,22 @@
-"""Reads a Hugging Face folder: config.json, the tensors' headers, then one tensor at a time.
+"""Reads a Hugging Face folder: config.json, and where its tensors lie.
 
 Nothing here knows a model. The weights are safetensors, or, for a caller who allows it, the pickles
 of PyTorch, of which `models.torch_file` reads nothing but tensors. Other formats are refused.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  numpy has no bfloat16 of its own, and safetensors asks numpy
-import numpy as np
-from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from models.errors import CheckpointError
-from models.headers import TensorHeader
-from models.torch_file import read_torch_headers, read_torch_tensors
+from models.stored_tensors import TensorHeader
+from models.torch_file import read_torch_headers
 
 LFS_POINTER = b"version https://git-lfs"
 FOREIGN_SUFFIXES = (".bin", ".pt", ".pth", ".msgpack", ".h5", ".ckpt", ".nemo", ".gguf")
-
-type Tensors = Iterator[tuple[TensorHeader, Shaped[np.ndarray, "..."]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +27,11 @@ class Format:
       single: Name of the file, if there is one.
       suffix: Of every file; the index of several is `single` and ".index.json".
       headers: Returns the headers of a file.
-      tensors: Yields tensors of a file with their headers.
     """
 
     single: str
     suffix: str
     headers: Callable[[Path], Iterable[TensorHeader]]
-    tensors: Callable[[Path, Iterable[TensorHeader]], Tensors]
 
     @property
     def index(self) -> str:
@@ -99,54 +92,49 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, Tenso
     raise _no_weights(folder, allow_pickle)
 
 
-def read_tensors(headers: Iterable[TensorHeader]) -> Tensors:
-    """Yields each tensor with its header, one at a time, file by file in the given order.
-
-    Raises:
-      CheckpointError: A file can no longer be read.
-    """
-    by_file: dict[Path, list[TensorHeader]] = {}
-    for header in headers:
-        by_file.setdefault(header.file, []).append(header)
-    for file, wanted in by_file.items():
-        form = PYTORCH if file.suffix == PYTORCH.suffix else SAFETENSORS
-        yield from form.tensors(file, wanted)
-
-
 def _safetensors_headers(path: Path) -> Iterable[TensorHeader]:
     try:
         with safe_open(path, "np") as handle:
             slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
+            starts = _starts(path)
             return [
                 TensorHeader(
-                    key=key, file=path, shape=tuple(part.get_shape()), dtype=part.get_dtype()
+                    key=key,
+                    file=path,
+                    shape=tuple(part.get_shape()),
+                    dtype=part.get_dtype(),
+                    start=starts[key],
                 )
                 for key, part in slices.items()
             ]
     except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+        raise CheckpointError(
+            f"{path}: not readable as safetensors ({error}); a complete file is needed;"
+            " fetch it again"
+        ) from error
 
 
-def _safetensors(path: Path, headers: Iterable[TensorHeader]) -> Tensors:
-    try:
-        with safe_open(path, "np") as handle:
-            for header in headers:
-                yield header, handle.get_tensor(header.key)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+def _starts(path: Path) -> dict[str, int]:
+    """Returns where each tensor begins, of a file that the library has found sound."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        key: 8 + size + entry["data_offsets"][0]
+        for key, entry in header.items()
+        if key != "__metadata__"
+    }
 
 
 SAFETENSORS = Format(
     single="model.safetensors",
     suffix=".safetensors",
     headers=_safetensors_headers,
-    tensors=_safetensors,
 )
 PYTORCH = Format(
     single="pytorch_model.bin",
     suffix=".bin",
     headers=read_torch_headers,
-    tensors=read_torch_tensors,
 )
 
 
@@ -183,7 +171,7 @@ class _Index:
                 )
             headers |= found
         # PyTorch stores what is tied once; its index counts it once, or with every name.
-        once = {header.place: header.num_bytes for header in headers.values()}
+        once = {(h.file, h.start): h.num_bytes for h in headers.values()}
         sizes = sum(once.values()), sum(header.num_bytes for header in headers.values())
         if total_size not in sizes:
             raise self._error(
@@ -220,12 +208,6 @@ def _unique(pairs: Iterable[tuple[str, object]]) -> Mapping[str, object]:
             raise ValueError(f"key {key!r} twice")
         parsed[key] = value
     return parsed
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: not readable as safetensors ({error}); a complete file is needed; fetch it again"
-    )
 
 
 def _is_lfs_pointer(path: Path) -> bool:

@@ -44,9 +44,16 @@ class Leaf:
 
     def arrange(self, tensor: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Brings a stored tensor into the module's layout, on the tensor's device."""
-        if self.num_unit_axes:
-            tensor = tensor.reshape(tensor.shape[: -self.num_unit_axes])
-        return tensor if self.permutation is None else jnp.transpose(tensor, self.permutation)
+        return arrange(tensor, self.permutation, self.num_unit_axes)
+
+
+def arrange(
+    tensor: Shaped[Array, "..."], permutation: tuple[int, ...] | None, num_unit_axes: int
+) -> Shaped[Array, "..."]:
+    """Drops axes of length 1 at the end of a tensor, and takes the others in a new order."""
+    if num_unit_axes:
+        tensor = tensor.reshape(tensor.shape[:-num_unit_axes])
+    return tensor if permutation is None else jnp.transpose(tensor, permutation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

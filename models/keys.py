@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from flax import nnx
 
 from models.errors import KeyMismatchError
-from models.headers import DTYPES, TensorHeader
-from models.hf_folder import read_tensors
 from models.keymap import Family, Leaf, abstract_parameters, count_parameters
+from models.stored_tensors import DTYPES, TensorHeader, map_tensor
 
 LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -210,9 +210,10 @@ def _equal(first: TensorHeader, second: TensorHeader) -> bool:
     alike = (first.shape, first.dtype) == (second.shape, second.dtype)
     if not alike or first.dtype not in DTYPES:
         return False
-    # By bytes: a NaN equals itself here, and -0.0 is not 0.0.
-    one, other = (tensor.tobytes() for _, tensor in read_tensors((first, second)))
-    return one == other
+    # By bits: a NaN equals itself here, and -0.0 is not 0.0.
+    one, other = (map_tensor(header) for header in (first, second))
+    bits = f"u{one.itemsize}"
+    return np.array_equal(one.view(bits), other.view(bits))
 
 
 def _label(family: Family, key: str) -> str | None:

@@ -3,9 +3,10 @@
 import dataclasses
 import inspect
 import json
+import math
 import shutil
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from models.parameters import Parameter, canonical_dtype, fill, parameters_of
 
 FORMAT = "pbjax"
 CONFIG, PARAMETERS, TOKENIZER = "config.json", "parameters", "tokenizer.json"
+GROUP_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,25 +125,90 @@ def write(folder: Path, manifest: Manifest, module: nnx.Module) -> None:
 
 
 def read[C, M: nnx.Module](
-    family: Family[C, M], config: C, folder: Path, manifest: Manifest, dtype: str
+    family: Family[C, M],
+    config: C,
+    folder: Path,
+    manifest: Manifest,
+    dtype: str,
+    *,
+    progress: Callable[[int, int], object],
 ) -> M:
     """Reads a module from our folder, straight into a dtype.
+
+    Args:
+      family: How to build it.
+      config: Its configuration.
+      folder: The folder.
+      manifest: Its config.json.
+      dtype: Of the module.
+      progress: Called with (bytes read, bytes in all).
+
+    Raises:
+      CheckpointError: The parameters are absent, damaged, or beyond the range of the dtype.
+    """
+    parameters = read_part(family, config, folder, manifest, dtype, progress=progress)
+    return fill(family, config, dtype, parameters)
+
+
+def read_part[C, M: nnx.Module](
+    family: Family[C, M],
+    config: C,
+    folder: Path,
+    manifest: Manifest,
+    dtype: str,
+    *,
+    progress: Callable[[int, int], object],
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> Iterator[Parameter]:
+    """Yields the parameters whose paths are wanted; nothing is read of the others.
+
+    Some are read at a time, as many as are `GROUP_BYTES` together, so that what reading takes of
+    the host's memory does not grow with the model.
+
+    Args:
+      family: How to build the module.
+      config: Its configuration.
+      folder: The folder.
+      manifest: Its config.json.
+      dtype: Of the parameters.
+      progress: Called with (bytes read, bytes in all).
+      wanted: Which paths are.
 
     Raises:
       CheckpointError: The parameters are absent, damaged, or beyond the range of the dtype.
     """
     sharding = jax.sharding.SingleDeviceSharding(_default_device())
     shapes = abstract_parameters(nnx.eval_shape(lambda: family.build(config, dtype)))
-    wanted = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for path, shape in shapes.items()
-    }
     place = (folder / PARAMETERS).absolute()
+    item_bytes = jnp.dtype(manifest.dtype).itemsize
+    sizes = {path: item_bytes * math.prod(s) for path, s in shapes.items() if wanted(path)}
+    done, total = 0, sum(sizes.values())
+    progress(done, total)
+    with _readable(place), orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(place).item_metadata.tree
+        _check_structure({path: tuple(m.shape) for path, m in tree.items()}, shapes, place)
+    for group in _groups(sizes):
+        tree = {p: jax.ShapeDtypeStruct(shapes[p], dtype, sharding=sharding) for p in group}
+        with _readable(place), orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+            values = checkpointer.restore(
+                place,
+                args=orbax.checkpoint.args.PyTreeRestore(
+                    item=tree,
+                    restore_args=orbax.checkpoint.checkpoint_utils.construct_restore_args(tree),
+                    partial_restore=True,
+                ),
+            )
+        if dtype != manifest.dtype:
+            _check_finite(values, folder, dtype)
+        yield from (Parameter(path=path, value=values.pop(path)) for path in group)
+        done += sum(sizes[path] for path in group)
+        progress(done, total)
+
+
+@contextmanager
+def _readable(place: Path) -> Generator[None]:
     try:
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.metadata(place).item_metadata.tree
-            _check_structure({path: tuple(m.shape) for path, m in tree.items()}, shapes, place)
-            values = checkpointer.restore(place, wanted)
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # a failed read inside Orbax is a bare Exception
@@ -149,10 +216,17 @@ def read[C, M: nnx.Module](
             f"{place}: not readable ({' '.join(str(error).split())[:200]});"
             " a complete Orbax checkpoint is needed; convert it again"
         ) from error
-    if dtype != manifest.dtype:
-        _check_finite(values, folder, dtype)
-    parameters = (Parameter(path=path, value=values[path]) for path in shapes)
-    return fill(family, config, dtype, parameters)
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    group: list[str] = []
+    for path, size in sizes.items():
+        if group and sum(sizes[p] for p in group) + size > GROUP_BYTES:
+            yield group
+            group = []
+        group.append(path)
+    if group:
+        yield group
 
 
 def folder_bytes(folder: Path) -> int:

@@ -1,23 +1,19 @@
-"""Reads tensors of a PyTorch file (.bin), a zip archive since PyTorch 1.6, without PyTorch.
+"""Finds the tensors of a PyTorch file (.bin), a zip archive since PyTorch 1.6, without PyTorch.
 
 The archive holds a pickle, which `models.pickle_reader` reads without running it, and one
-uncompressed file for every storage, whose bytes are read in place, one tensor at a time.
+uncompressed file for every storage, in which a tensor's values lie as they are.
 """
 
 import zipfile
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped, UInt8
+from jaxtyping import UInt8
 
 from models.errors import CheckpointError
-from models.headers import ITEM_BYTES, TensorHeader
 from models.pickle_reader import Storage, read_state_dict
+from models.stored_tensors import ITEM_BYTES, TensorHeader
 
-NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 PROGRAM = "/data.pkl"
 # Of a state dict's pickle, some hundred bytes a tensor; far above any real one.
 MAX_PROGRAM_BYTES = 2**26
@@ -25,25 +21,7 @@ PICKLE_START = b"\x80"
 LOCAL_HEADER, LOCAL_HEADER_BYTES = b"PK\x03\x04", 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchHeader(TensorHeader):
-    """Where one tensor lies in a PyTorch file.
-
-    Attributes:
-      start: Position in the file of its first value, in bytes.
-      strides: How many values further the next one along each axis lies.
-    """
-
-    start: int
-    strides: tuple[int, ...]
-
-    @property
-    def place(self) -> Hashable:
-        """What two tensors share that are stored but once."""
-        return self.file, self.start
-
-
-def read_torch_headers(path: Path) -> list[TorchHeader]:
+def read_torch_headers(path: Path) -> list[TensorHeader]:
     """Returns the header of every tensor of a file; runs nothing and reads no tensor.
 
     Raises:
@@ -60,27 +38,6 @@ def read_torch_headers(path: Path) -> list[TorchHeader]:
         raise _damaged(path, str(error)) from error
 
 
-def read_torch_tensors(
-    path: Path, headers: Iterable[TensorHeader]
-) -> Iterator[tuple[TensorHeader, Shaped[np.ndarray, "..."]]]:
-    """Yields each tensor with its header, one at a time.
-
-    Raises:
-      CheckpointError: The file can no longer be read.
-    """
-    for header in headers:
-        assert isinstance(header, TorchHeader), "a header of another format"
-        dtype = np.dtype(NUMPY_DTYPES[header.dtype])
-        strides = tuple(step * dtype.itemsize for step in header.strides)
-        if not header.num_bytes:
-            yield header, np.empty(header.shape, dtype)
-            continue
-        last = sum((n - 1) * step for n, step in zip(header.shape, header.strides, strict=True))
-        span = _bytes(path, header.start, (last + 1) * dtype.itemsize).view(dtype)
-        view = np.lib.stride_tricks.as_strided(span, header.shape, strides, writeable=False)
-        yield header, np.ascontiguousarray(view)
-
-
 class _Archive:
     """The table of contents of one file, checked."""
 
@@ -94,13 +51,13 @@ class _Archive:
         self._folder = programs[0].removesuffix(PROGRAM)
         self._starts: dict[Storage, int] = {}
 
-    def headers(self) -> list[TorchHeader]:
+    def headers(self) -> list[TensorHeader]:
         order = f"{self._folder}/byteorder"
         if order in self._entries and self._read(order, 16) != b"little":
             raise _damaged(self._path, "its byte order is not little-endian")
         program = self._read(self._folder + PROGRAM, MAX_PROGRAM_BYTES)
         return [
-            TorchHeader(
+            TensorHeader(
                 key=key,
                 file=self._path,
                 shape=tensor.shape,
