@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from pbjax.pipeline import optimize
     from pbjax.plan import Plan
     from pbjax.profiling import Profile
+    from pbjax.roofline import roofline_report
     from pbjax.schedule import Split, Timetable
+    from pbjax.step import OptimizedStep
 
 _HOMES = {
     "Device": "device",
     "Optimized": "optimized",
+    "OptimizedStep": "step",
     "PbjaxError": "errors",
     "Plan": "plan",
     "Profile": "profiling",
@@ -26,12 +29,14 @@ _HOMES = {
     "Timetable": "schedule",
     "generate": "generation",
     "optimize": "pipeline",
+    "roofline_report": "roofline",
     "stream": "generation",
 }
 
 __all__ = [
     "Device",
     "Optimized",
+    "OptimizedStep",
     "PbjaxError",
     "Plan",
     "Profile",
@@ -39,6 +44,7 @@ __all__ = [
     "Timetable",
     "generate",
     "optimize",
+    "roofline_report",
     "stream",
 ]
 

@@ -24,6 +24,8 @@ from pbjax.plan import Plan
 from pbjax.profiling import Profile
 from pbjax.reports import Report, SplitTimetable
 from pbjax.schedule import timetable
+from pbjax.step import OptimizedStep
+from pbjax.step_pipeline import optimize_step
 from pbjax.tables import measured_table
 
 
@@ -38,9 +40,14 @@ def optimize(
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
     unroll: int = 1,
+    state: int | None = None,
     progress: Progress | None = None,
-) -> Optimized:
+) -> Optimized | OptimizedStep:
     """Plans, compiles, checks and measures a model, split and unsplit, and returns the faster.
+
+    A step that carries state, such as the decoding of a token over a KV cache, is optimised by
+    `state=`: its state is split once and kept split, and what reads it runs beside the other
+    sub-batch's matrix products where a kernel can do both.
 
     Args:
       model: An nnx module, a linen module or a JAX function. It is not changed.
@@ -56,10 +63,13 @@ def optimize(
       device: Peak rates for the classes; those of the first device of JAX if None.
       buckets: Further, smaller batch sizes to compile a program for.
       unroll: Blocks in one step of the split program's loop; a plan brings its own.
+      state: Which input is carried from call to call; the function returns its like. The callable
+        is then an `OptimizedStep`. Split, plan, profile, buckets and unroll do not apply to it.
       progress: Called as progress(phase, done, total, item).
 
     Returns:
       A callable with the model's signature; `.plan` and `.report()` say what was decided and why.
+      An `OptimizedStep` where `state` is given.
 
     Raises:
       InputError: An argument has a wrong value.
@@ -72,6 +82,17 @@ def optimize(
     _check_unroll(unroll)
     phases = Phases(progress)
     device = _this_device(device)
+    if state is not None:
+        _check_step_options(split=split, plan=plan, profile=profile, buckets=buckets)
+        return optimize_step(
+            model,
+            inputs,
+            state,
+            device=device,
+            phases=phases,
+            variables=variables,
+            batch_axes=batch_axes,
+        )
     with phases.phase("analyse"):
         analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
     leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
@@ -110,6 +131,15 @@ def _this_device(given: Device | None) -> Device:
             "device="
         )
     return given
+
+
+def _check_step_options(**options: object) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(
+            f"optimize(state=...): {given[0]}= is given too, which is for functions without state; "
+            f"a step is planned by itself; leave out {given[0]}="
+        )
 
 
 def _check_unroll(unroll: int) -> None:

@@ -134,8 +134,8 @@ class Report:
             profile_section(self),
             search_section(self),
             timetable_section(self),
-            programs_section(self),
-            phases_section(self),
+            programs_section(self.programs, self.batch_size),
+            phases_section(self.phases),
             decision_section(self),
         )
         return "\n\n".join(section for section in sections if section)
@@ -261,7 +261,7 @@ def joined(sizes: Sequence[int]) -> str:
     return "+".join(map(str, sizes))
 
 
-def programs_section(report: Report) -> str:
+def programs_section(programs: Sequence[MeasuredProgram], batch_size: int) -> str:
     """Predicted and measured seconds of what was compiled."""
     rows = [
         (
@@ -270,12 +270,12 @@ def programs_section(report: Report) -> str:
             milliseconds(program.predicted_s),
             milliseconds(program.measured_s),
             milliseconds(program.spread_s),
-            f"{report.batch_size / program.measured_s:,.1f}",
+            f"{batch_size / program.measured_s:,.1f}",
             f"{program.temporary_bytes / 1e6:,.1f}",
             f"{program.weight_bytes / 1e6:,.1f}",
             f"{program.compile_s:.1f}",
         )
-        for program in report.programs
+        for program in programs
     ]
     columns = (
         "program",
@@ -289,16 +289,16 @@ def programs_section(report: Report) -> str:
         "compile s",
     )
     title = (
-        f"programs: ms for one pass over {report.batch_size} rows, median and distance of the "
+        f"programs: ms for one pass over {batch_size} rows, median and distance of the "
         "quartiles (spread);\nmemory beside the model's own weights, inputs and outputs"
     )
     return _table(title, columns, rows) if rows else ""
 
 
-def phases_section(report: Report) -> str:
+def phases_section(phases: Sequence[Phase]) -> str:
     """Where the time of `optimize` went."""
-    total = sum(phase.seconds for phase in report.phases)
-    parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in report.phases)
+    total = sum(phase.seconds for phase in phases)
+    parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in phases)
     return f"phases: {total:.1f} s: {parts}"
 
 

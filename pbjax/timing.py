@@ -43,7 +43,7 @@ def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> 
     """
     jax.block_until_ready(function(*args))
     calls = _calls_per_sample(_sample(function, args, 1))
-    return _summary([_sample(function, args, calls) for _ in range(samples)])
+    return summary([_sample(function, args, calls) for _ in range(samples)])
 
 
 def time_alternately(
@@ -64,7 +64,7 @@ def time_alternately(
         progress(done, samples, "rounds")
         for function, count, times in zip(functions, calls, seconds, strict=True):
             times.append(_sample(function, (), count))
-    return [_summary(times) for times in seconds]
+    return [summary(times) for times in seconds]
 
 
 class StageTimer:
@@ -163,7 +163,7 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
         return time_function(function, *args)
     wall_s = time_function(function, *args, samples=1).median_s
     calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(wall_s)))
-    return _summary(busy_seconds(_traced_kernels(function, args, calls), calls))
+    return summary(busy_seconds(_traced_kernels(function, args, calls), calls))
 
 
 def _calls_per_sample(seconds_per_call: float) -> int:
@@ -226,7 +226,8 @@ def union_length(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def _summary(seconds: Sequence[float]) -> Timing:
+def summary(seconds: Sequence[float]) -> Timing:
+    """Median and distance of the quartiles of samples."""
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return Timing(
         median_s=statistics.median(seconds),

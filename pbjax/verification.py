@@ -103,7 +103,7 @@ def _difference(graph: Graph, index: int, split: np.ndarray, unsplit: np.ndarray
         unlike = ~finite & (a != b) & ~(np.isnan(a) & np.isnan(b))
         error = np.abs(np.where(finite, a - b, 0.0))
         found = float("inf") if unlike.any() else float(error.max(initial=0.0))
-        allowed = _allowed(graph, split.dtype, float(np.abs(b[finite]).max(initial=0.0)))
+        allowed = allowed_difference(graph, split.dtype, float(np.abs(b[finite]).max(initial=0.0)))
     if found > allowed:
         raise VerificationError(
             f"optimize: output {index} of the split program differs by {found:.3g} from the "
@@ -113,7 +113,14 @@ def _difference(graph: Graph, index: int, split: np.ndarray, unsplit: np.ndarray
     return found
 
 
-def _allowed(graph: Graph, dtype: np.dtype, magnitude: float) -> float:
+def allowed_difference(graph: Graph, dtype: np.dtype, magnitude: float) -> float:
+    """How far two programs for a graph may differ in an output.
+
+    Args:
+      graph: What both compute.
+      dtype: Of the output.
+      magnitude: Its largest absolute value.
+    """
     found = [c for operation in graph.operations for c in _contractions(operation.equation)]
     bound = tolerance(
         dtype,

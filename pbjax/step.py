@@ -1,0 +1,192 @@
+"""A function that carries state from call to call, optimised: the state is split once and kept so.
+
+A decode step reads the caches of every layer and adds one entry to each. Handing these in whole
+would cut and join gigabytes in every call, so they are held in the pieces of the sub-batches, and
+each call writes into them where they lie.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+from pbjax.errors import InputError, InputTypeError
+from pbjax.plan import Plan
+
+type Pieces = tuple[tuple[Array, ...], ...]
+
+
+class Held:
+    """State on the device in the pieces of its sub-batches; a call uses it up."""
+
+    def __init__(self, owner: object, pieces: Pieces):
+        """Takes the pieces: for each sub-batch the leaves of its part of the state."""
+        self._owner = owner
+        self._pieces: Pieces | None = pieces
+
+    def take(self, owner: object) -> Pieces:
+        """Hands the pieces out; they are gone from here.
+
+        Raises:
+          InputError: They are gone already, or belong to another step.
+        """
+        if self._pieces is None or self._owner is not owner:
+            found = (
+                "was used up by an earlier call" if self._pieces is None else "is another step's"
+            )
+            raise InputError(
+                f"step: the state {found}; each call takes the state that the call before it "
+                "returned; keep that one, or hold() a state anew"
+            )
+        pieces, self._pieces = self._pieces, None
+        return pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """Where the state is among the inputs and outputs of a step, and how it is cut.
+
+    Attributes:
+      argument: Which input is the state.
+      tree: Structure of the state.
+      inputs: Its leaves among the leaves of the inputs.
+      outputs: Its leaves among the leaves of the outputs.
+      axes: Batch axis of each of its leaves; None for one that all rows share.
+      sizes: Rows of each sub-batch.
+    """
+
+    argument: int
+    tree: jax.tree_util.PyTreeDef
+    inputs: range
+    outputs: range
+    axes: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+
+    def cut(self, leaves: Sequence[Array]) -> Pieces:
+        """The state of each sub-batch; of a single one the leaves themselves."""
+        if len(self.sizes) == 1:
+            return (tuple(leaves),)
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        return tuple(
+            tuple(
+                x if axis is None else lax.slice_in_dim(x, start, start + size, axis=axis)
+                for x, axis in zip(leaves, self.axes, strict=True)
+            )
+            for start, size in zip(starts, self.sizes, strict=True)
+        )
+
+    def join(self, pieces: Pieces) -> list[Array]:
+        """The leaves of the whole state."""
+        if len(pieces) == 1:
+            return list(pieces[0])
+        return [
+            parts[0] if axis is None else lax.concatenate(parts, axis)
+            for axis, parts in zip(self.axes, zip(*pieces, strict=True), strict=True)
+        ]
+
+
+class OptimizedStep:
+    """A step as planned: called like the function, with its state held.
+
+    held = step.hold(cache)
+    out = step(tokens, held)  # out.cache is held, and goes into the next call
+    cache = step.release(out.cache)
+    """
+
+    def __init__(
+        self,
+        program: Callable,
+        weights: tuple[Array, ...],
+        layout: StateLayout,
+        out_tree: jax.tree_util.PyTreeDef,
+        plan: Plan,
+        report: object,
+    ):
+        """Wraps a compiled program.
+
+        Args:
+          program: Called as program(weights, pieces, others), `others` being the leaves of the
+            inputs that are not state; returns such leaves of the outputs, and the new pieces.
+          weights: Of the program.
+          layout: Where the state is.
+          out_tree: Structure of what the function returns.
+          plan: How the batch is run.
+          report: What was found out on the way; printed by print(step.report()).
+        """
+        self._program = program
+        self._weights = weights
+        self._layout = layout
+        self._out_tree = _with_one_leaf(out_tree, layout)
+        self._plan = plan
+        self._report = report
+
+    @property
+    def plan(self) -> Plan:
+        """How the batch is run."""
+        return self._plan
+
+    def report(self) -> object:
+        """What was measured, and why the plan was chosen; print it."""
+        return self._report
+
+    def hold(self, state: object) -> Held:
+        """Takes a state over: its arrays are used up by the next call.
+
+        Args:
+          state: Like the example's.
+
+        Raises:
+          InputTypeError: It has another structure.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        if tree != self._layout.tree:
+            raise InputTypeError(
+                f"hold: the state is {tree}; {self._layout.tree} was planned for; pass a state "
+                "like the example's"
+            )
+        return Held(self, self._layout.cut(leaves))
+
+    def release(self, held: Held) -> object:
+        """The state as a whole again; `held` is used up."""
+        return jax.tree.unflatten(self._layout.tree, self._layout.join(held.take(self)))
+
+    def __call__(self, *inputs: object) -> object:
+        """Runs the step.
+
+        Args:
+          *inputs: Like the example's, with a held state in the place of the state.
+
+        Returns:
+          What the function returns, with a held state in the place of the new state.
+
+        Raises:
+          InputError: The state was used up, or is another step's.
+          InputTypeError: The state is not held.
+        """
+        argument = self._layout.argument
+        held = inputs[argument] if argument < len(inputs) else None
+        if not isinstance(held, Held):
+            raise InputTypeError(
+                f"step: input {argument}, the state, is a {type(held).__name__}; a held state is "
+                "allowed; make it by step.hold(state)"
+            )
+        others = jax.tree.leaves(inputs[:argument] + inputs[argument + 1 :])
+        outputs, pieces = self._program(self._weights, held.take(self), tuple(others))
+        start = self._layout.outputs.start
+        leaves = [*outputs[:start], Held(self, pieces), *outputs[start:]]
+        return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _with_one_leaf(
+    out_tree: jax.tree_util.PyTreeDef, layout: StateLayout
+) -> jax.tree_util.PyTreeDef:
+    """Structure of the outputs with the state as one leaf."""
+    numbers = list(layout.outputs)
+
+    def is_state(tree) -> bool:
+        return jax.tree.structure(tree) == layout.tree and jax.tree.leaves(tree) == numbers
+
+    numbered = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    return jax.tree.structure(numbered, is_leaf=is_state)

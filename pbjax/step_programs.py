@@ -1,0 +1,360 @@
+"""The programs that compete for a step: compiled with the state donated, compared, and timed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pbjax.analysis import Analysis
+from pbjax.classify import classify
+from pbjax.errors import InputError, VerificationError
+from pbjax.profile_rows import measured_size
+from pbjax.step import Pieces, StateLayout
+from pbjax.timing import Timing, summary
+from pbjax.verification import allowed_difference
+from pbjax.weave import CAPACITY, Item, Launch, Role, weave
+from pbjax.woven import WovenProgram, items, predicted_s
+
+ROUNDS, CALLS = 5, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WovenWay:
+    """Two sub-batches and the order of their launches.
+
+    Attributes:
+      sizes: Rows of each.
+      launches: What runs, in order.
+      predicted_s: Seconds of the launches, by the bounds of their operations.
+      riding: Share of the guests' seconds that rides in a host.
+    """
+
+    sizes: tuple[int, int]
+    launches: tuple[Launch, ...]
+    predicted_s: float
+    riding: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """A way to run a step, compiled.
+
+    Attributes:
+      name: unsplit, in sequence, or woven.
+      layout: How the state is cut.
+      program: Called as program(weights, pieces, others); pieces are donated.
+      predicted_s: By the bounds of its operations.
+      temporary_bytes: Device memory beside weights, state, inputs and outputs.
+      compile_s: Seconds that lowering and compiling took.
+    """
+
+    name: str
+    layout: StateLayout
+    program: Callable
+    predicted_s: float | None
+    temporary_bytes: int
+    compile_s: float
+
+
+def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> StateLayout:
+    """Where the state is in the inputs and outputs of a function.
+
+    Raises:
+      InputError: There is no such input, or the function does not return its like exactly once.
+    """
+    if not 0 <= argument < len(inputs):
+        raise InputError(
+            f"optimize(state={argument}): there are {len(inputs)} inputs; a number from 0 to "
+            f"{len(inputs) - 1} is allowed; say which input is carried from call to call"
+        )
+    leaves, tree = jax.tree.flatten(inputs[argument])
+    start = len(jax.tree.leaves(inputs[:argument]))
+    kinds = [(x.shape, x.dtype) for x in leaves]
+    out_tree, graph = analysis.graph.out_tree, analysis.graph
+    avals = [graph.avals[a] if isinstance(a, int) else a.aval for a in graph.outputs]
+
+    def is_state(part: object) -> bool:
+        if jax.tree.structure(part) != tree:
+            return False
+        return [(avals[i].shape, avals[i].dtype) for i in jax.tree.leaves(part)] == kinds
+
+    numbered = jax.tree.unflatten(out_tree, range(len(avals)))
+    found = [part for part in jax.tree.leaves(numbered, is_leaf=is_state) if is_state(part)]
+    if len(found) != 1:
+        raise InputError(
+            f"optimize(state={argument}): the function returns {len(found)} values like that input "
+            f"({tree}); exactly one is the state of the next call; return it once, with the same "
+            "structure, shapes and dtypes"
+        )
+    numbers = jax.tree.leaves(found[0])
+    return StateLayout(
+        argument=argument,
+        tree=tree,
+        inputs=range(start, start + len(leaves)),
+        outputs=range(numbers[0], numbers[0] + len(numbers)),
+        axes=analysis.batch.axes[start : start + len(leaves)],
+        sizes=(analysis.batch.batch_size,),
+    )
+
+
+def woven_ways(analysis: Analysis) -> tuple[WovenWay, ...]:
+    """Ways to weave the batch, the one predicted to be fastest first; none if nothing can ride."""
+    batch_size = analysis.batch.batch_size
+    sizes = [(first, batch_size - first) for first in _first_sizes(batch_size)]
+    ways = [way for way in (weave_at(analysis, pair) for pair in sizes) if way.riding > 0]
+    return tuple(sorted(ways, key=lambda way: way.predicted_s))
+
+
+def weave_at(analysis: Analysis, sizes: tuple[int, int], capacity: float = CAPACITY) -> WovenWay:
+    """The woven way of two sub-batches.
+
+    Args:
+      analysis: The function.
+      sizes: Rows of each sub-batch, PROBE_SIZE or more.
+      capacity: Of `weave`; 0 runs every operation in a launch of its own.
+    """
+    first, second = (analysis.program_at(size).graph for size in sizes)
+    lanes = [items(graph, classify(graph, analysis.device)) for graph in (first, second)]
+    launches = weave(lanes[0], lanes[1], capacity)
+    return WovenWay(
+        sizes=sizes,
+        launches=launches,
+        predicted_s=predicted_s(launches, lanes),
+        riding=_riding(launches, lanes),
+    )
+
+
+def _first_sizes(batch_size: int) -> tuple[int, ...]:
+    """Half of the batch, five eighths and three quarters, in multiples of eight where it has such.
+
+    More rows in the first sub-batch shorten the start, in which the second waits.
+    """
+    unit = 8 if batch_size >= 32 else 1
+    sizes = {batch_size * eighths // 8 // unit * unit for eighths in (4, 5, 6)}
+    smallest = measured_size(1)
+    return tuple(sorted(s for s in sizes if smallest <= s <= batch_size - smallest))
+
+
+def _riding(launches: Sequence[Launch], lanes: Sequence[Sequence[Item]]) -> float:
+    total = sum(item.seconds for lane in lanes for item in lane if item.role == Role.GUEST)
+    rides = 0.0
+    for launch in launches:
+        if launch.guest:
+            item = lanes[launch.guest.lane][launch.guest.item]
+            rides += item.seconds * launch.guest.count / item.parts
+    return rides / total if total else 0.0
+
+
+def compile_unsplit(
+    analysis: Analysis, layout: StateLayout, leaves: Sequence[Array], predicted: float
+) -> StepProgram:
+    """The function itself, with its state donated: what the user would run without pbjax."""
+    tree = jax.tree.structure(analysis.model.params)
+    num_params = tree.num_leaves
+
+    def unsplit(weights, pieces, others):
+        inputs = jax.tree.unflatten(analysis.batch.tree, _merged(layout, pieces[0], others))
+        params = jax.tree.unflatten(tree, weights[:num_params])
+        outputs, state = _parted(layout, jax.tree.leaves(analysis.model.apply(params, *inputs)))
+        return outputs, (state,)
+
+    return _compiled("unsplit", analysis, layout, unsplit, leaves, predicted)
+
+
+def compile_woven(
+    analysis: Analysis, layout: StateLayout, leaves: Sequence[Array], way: WovenWay, name: str
+) -> StepProgram:
+    """Two sub-batches in the given order of launches."""
+    first, second = (analysis.program_at(size).graph for size in way.sizes)
+    program = WovenProgram(graphs=(first, second), launches=way.launches)
+    layout = replace(layout, sizes=way.sizes)
+    other_axes = _others(layout, analysis.batch.axes)
+    out_axes, _ = _parted(layout, analysis.out_axes)
+
+    def woven(weights, pieces, others):
+        parts = [
+            [_rows(x, axis, start, size) for x, axis in zip(others, other_axes, strict=True)]
+            for start, size in ((0, way.sizes[0]), (way.sizes[0], way.sizes[1]))
+        ]
+        merged = [_merged(layout, p, o) for p, o in zip(pieces, parts, strict=True)]
+        parted = [_parted(layout, outputs) for outputs in program(weights, *merged)]
+        outputs = zip(out_axes, *(rest for rest, _ in parted), strict=True)
+        joined = [a if axis is None else lax.concatenate([a, b], axis) for axis, a, b in outputs]
+        return joined, tuple(state for _, state in parted)
+
+    return _compiled(name, analysis, layout, woven, leaves, way.predicted_s)
+
+
+def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
+    return x if axis is None else lax.slice_in_dim(x, start, start + size, axis=axis)
+
+
+def _merged(layout: StateLayout, state: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    start = layout.inputs.start
+    return [*others[:start], *state, *others[start:]]
+
+
+def _others[T](layout: StateLayout, leaves: Sequence[T]) -> list[T]:
+    return [*leaves[: layout.inputs.start], *leaves[layout.inputs.stop :]]
+
+
+def _parted[T](layout: StateLayout, leaves: Sequence[T]) -> tuple[list[T], tuple[T, ...]]:
+    """Outputs that are not state, and those that are."""
+    where = layout.outputs
+    return [*leaves[: where.start], *leaves[where.stop :]], tuple(leaves[where.start : where.stop])
+
+
+def _compiled(
+    name: str,
+    analysis: Analysis,
+    layout: StateLayout,
+    function: Callable,
+    leaves: Sequence[Array],
+    predicted: float,
+) -> StepProgram:
+    start = time.perf_counter()
+    state = [leaves[i] for i in layout.inputs]
+    pieces = jax.eval_shape(layout.cut, state)
+    jitted = jax.jit(function, donate_argnums=1)
+    program = jitted.lower(analysis.weights, pieces, tuple(_others(layout, leaves))).compile()
+    memory = program.memory_analysis()
+    return StepProgram(
+        name=name,
+        layout=layout,
+        program=program,
+        predicted_s=predicted,
+        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+        compile_s=time.perf_counter() - start,
+    )
+
+
+class Runner:
+    """Calls programs on the example, one copy of its state at a time.
+
+    The state that a call returns goes into the next one; integers in it, such as lengths, are those
+    of the example in every call, so that it does not grow out of its arrays.
+    """
+
+    def __init__(self, analysis: Analysis, leaves: Sequence[Array]):
+        """Copies nothing yet.
+
+        Args:
+          analysis: The function.
+          leaves: Leaves of the example inputs.
+        """
+        self._weights = analysis.weights
+        self._leaves = leaves
+
+    def start(self, step: StepProgram) -> Pieces:
+        """A copy of the example's state in the pieces of a program."""
+        pieces = step.layout.cut([self._leaves[i] for i in step.layout.inputs])
+        # A single piece is the example itself, which a call would use up.
+        return jax.tree.map(jnp.copy, pieces) if len(pieces) == 1 else pieces
+
+    def call(self, step: StepProgram, pieces: Pieces) -> tuple[list[Array], Pieces]:
+        """Outputs and new state of one call."""
+        others = tuple(_others(step.layout, self._leaves))
+        return step.program(self._weights, self._steady(step.layout, pieces), others)
+
+    def seconds(
+        self, steps: Sequence[StepProgram], progress: Callable[[int, int, str], None]
+    ) -> list[Timing]:
+        """Wall-clock seconds of a call of each program, in turns.
+
+        Args:
+          steps: The programs.
+          progress: Called as progress(done, total, item).
+        """
+        times: list[list[float]] = [[] for _ in steps]
+        for done in range(ROUNDS):
+            progress(done, ROUNDS, "rounds")
+            for step, found in zip(steps, times, strict=True):
+                outputs, pieces = jax.block_until_ready(self.call(step, self.start(step)))
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    outputs, pieces = self.call(step, pieces)
+                jax.block_until_ready((outputs, pieces))
+                found.append((time.perf_counter() - start) / CALLS)
+                del outputs, pieces
+        return [summary(found) for found in times]
+
+    def _steady(self, layout: StateLayout, pieces: Pieces) -> Pieces:
+        places = [i for i, x in enumerate(pieces[0]) if jnp.issubdtype(x.dtype, jnp.integer)]
+        given = [self._leaves[layout.inputs[i]] for i in places]
+        cut = replace(layout, axes=tuple(layout.axes[i] for i in places)).cut(given)
+        steady = [list(piece) for piece in pieces]
+        for piece, integers in zip(steady, cut, strict=True):
+            for place, x in zip(places, integers, strict=True):
+                piece[place] = jnp.copy(x)
+        return tuple(map(tuple, steady))
+
+
+def check_room(analysis: Analysis, layout: StateLayout, leaves: Sequence[Array]) -> None:
+    """Refuses a state of which three copies do not fit the device.
+
+    The example stays whole, and the states that two programs return are compared.
+
+    Raises:
+      InputError: They do not fit.
+    """
+    state = sum(leaves[i].nbytes for i in layout.inputs)
+    weights = sum(x.nbytes for x in analysis.weights)
+    room = analysis.device.memory_bytes
+    if weights + 3 * state > room:
+        raise InputError(
+            f"optimize(state={layout.argument}): the state is {state / 1e9:.1f} GB, the weights "
+            f"{weights / 1e9:.1f} GB; three states beside the weights must fit "
+            f"{room / 1e9:.1f} GB, since programs are compared on copies; pass an example with a "
+            "smaller batch or state"
+        )
+
+
+def differences(
+    analysis: Analysis, runner: Runner, steps: Sequence[StepProgram], unsplit: StepProgram
+) -> float:
+    """Largest difference of outputs and new state between programs and the unsplit one.
+
+    Raises:
+      VerificationError: It is larger than the dtypes allow.
+    """
+    expected, (state,) = runner.call(unsplit, runner.start(unsplit))
+    worst = 0.0
+    for step in steps:
+        outputs, pieces = runner.call(step, runner.start(step))
+        whole = step.layout.cut(state)
+        pairs = [*zip(outputs, expected, strict=True)]
+        for got, want in zip(pieces, whole, strict=True):
+            pairs += zip(got, want, strict=True)
+        for index, (got, want) in enumerate(pairs):
+            worst = max(worst, _difference(analysis, index, step.name, got, want))
+    return worst
+
+
+def _difference(analysis: Analysis, index: int, name: str, got: Array, want: Array) -> float:
+    found, magnitude = map(float, _compared(got, want))
+    if jnp.issubdtype(got.dtype, jnp.floating):
+        allowed = allowed_difference(analysis.graph, got.dtype, magnitude)
+    else:
+        allowed = 0.0
+    if not found <= allowed:
+        raise VerificationError(
+            f"optimize: value {index} of the {name} step differs by {found:.3g} from the unsplit "
+            f"one; {allowed:.3g} is allowed for {got.dtype}; keep the unsplit function, and please "
+            "report it"
+        )
+    return found
+
+
+@jax.jit
+def _compared(got: Array, want: Array) -> tuple[Array, Array]:
+    """Largest difference, infinite where only one is finite, and largest finite magnitude."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    finite = jnp.isfinite(want)
+    alike = finite == jnp.isfinite(got)
+    error = jnp.where(finite, jnp.abs(got - want), 0.0)
+    magnitude = jnp.max(jnp.where(finite, jnp.abs(want), 0.0), initial=0.0)
+    return jnp.max(jnp.where(alike, error, jnp.inf), initial=0.0), magnitude

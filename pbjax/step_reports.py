@@ -1,0 +1,55 @@
+"""What `optimize` found out about a step that carries state, as plain data and as text."""
+
+from dataclasses import asdict, dataclass
+
+from pbjax.plan import Plan
+from pbjax.reports import MeasuredProgram, Phase, phases_section, programs_section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Everything that was found out.
+
+    Attributes:
+      model: Name of the function.
+      device_kind: Of the device.
+      batch_size: Rows of the batch.
+      state_bytes: Size of the state.
+      hosts: Operations of one sub-batch that can carry a partner.
+      guests: Operations of one sub-batch that can ride.
+      riding: Share of the guests' seconds that rides, in the woven program; 0 if there is none.
+      programs: What was compiled and timed.
+      plan: The decision.
+      phases: Where the time went.
+    """
+
+    model: str
+    device_kind: str
+    batch_size: int
+    state_bytes: int
+    hosts: int
+    guests: int
+    riding: float
+    programs: tuple[MeasuredProgram, ...]
+    plan: Plan
+    phases: tuple[Phase, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as JSON-compatible data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The report as text."""
+        lines = [
+            f"{self.model} on {self.device_kind}, batch {self.batch_size}, state "
+            f"{self.state_bytes / 1e9:.3g} GB",
+            f"{self.hosts} operations can carry a partner, {self.guests} can ride; "
+            f"{self.riding:.0%} of what can ride does",
+        ]
+        sections = (
+            "\n".join(lines),
+            programs_section(self.programs, self.batch_size),
+            phases_section(self.phases),
+            f"decision: {self.plan.decision}: {self.plan.reason}",
+        )
+        return "\n\n".join(section for section in sections if section)

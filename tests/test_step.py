@@ -1,0 +1,151 @@
+"""A decode step that holds its state in pieces computes what the function does, call after call."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pbjax
+from pallas_kernels import dispatch
+from pallas_kernels.testing import assert_close
+from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.step import StateLayout
+
+from .kernel_decoder import LAYERS, B, F, decode_step, inputs
+
+
+class Cache(NamedTuple):
+    layers: list
+    lengths: jax.Array
+
+
+class Output(NamedTuple):
+    hidden: jax.Array
+    cache: Cache
+
+
+def step(x, cache):
+    hidden, layers = decode_step(x, cache.layers, cache.lengths)
+    return Output(hidden, Cache(layers, cache.lengths + 1))
+
+
+def example(batch_size=B):
+    x, layers, lengths = inputs(batch_size)
+    return x, Cache(layers, lengths // 2 + 1)
+
+
+@pytest.fixture(scope="module")
+def woven():
+    """Optimised as on a Hopper GPU, where kernels are operations that can share launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "targets_hopper", lambda: True)
+        patch.setattr("pbjax.step_pipeline.NOISE_FACTOR", -1e9)
+        return pbjax.optimize(step, *example(), state=1)
+
+
+@pytest.fixture(scope="module")
+def unsplit():
+    return pbjax.optimize(step, *example(), state=1)
+
+
+def run_both(fast, steps=3):
+    x, cache = example()
+    held, expected = fast.hold(jax.tree.map(jnp.copy, cache)), cache
+    for i in range(steps):
+        out, want = fast(x + i, held), step(x + i, expected)
+        assert isinstance(out, Output)
+        assert_close(out.hidden, want.hidden.astype(jnp.float32), reduction=F, roundings=8 * LAYERS)
+        held, expected = out.cache, want.cache
+    return fast.release(held), expected
+
+
+def assert_same_cache(got, want):
+    assert (got.lengths == want.lengths).all()
+    for a, b in zip(jax.tree.leaves(got.layers), jax.tree.leaves(want.layers), strict=True):
+        assert_close(a, b.astype(jnp.float32), reduction=F, roundings=8 * LAYERS)
+
+
+def test_a_woven_step_is_the_function_call_after_call(woven):
+    assert woven.plan.decision == "split"
+    assert len(woven.plan.sizes) == 2
+    assert_same_cache(*run_both(woven))
+
+
+def test_without_kernels_the_step_runs_unsplit_and_says_why(unsplit):
+    assert unsplit.plan.decision == "unsplit"
+    assert "can share a launch" in unsplit.plan.reason
+    assert_same_cache(*run_both(unsplit))
+
+
+def test_the_report_tells_what_rides_and_what_was_measured(woven):
+    text = str(woven.report())
+    assert all(name in text for name in ("woven", "sequential", "unsplit"))
+    assert f"{4 * LAYERS} operations can carry a partner, {LAYERS} can ride" in text
+    measured = woven.plan.measured
+    assert all(s > 0 for s in (measured.unsplit, measured.sequential, measured.split))
+    assert woven.report().to_dict()["plan"]["sizes"] == woven.plan.sizes
+
+
+def test_a_state_is_used_up_by_a_call(unsplit):
+    x, cache = example()
+    held = unsplit.hold(jax.tree.map(jnp.copy, cache))
+    unsplit(x, held)
+    with pytest.raises(InputError, match="used up by an earlier call"):
+        unsplit(x, held)
+
+
+def test_a_state_belongs_to_its_step(woven, unsplit):
+    x, cache = example()
+    with pytest.raises(InputError, match="another step's"):
+        unsplit(x, woven.hold(cache))
+
+
+def test_a_state_that_is_not_held_is_refused(unsplit):
+    x, cache = example()
+    with pytest.raises(InputTypeError, match=r"step\.hold"):
+        unsplit(x, cache)
+    with pytest.raises(InputTypeError, match="planned for"):
+        unsplit.hold(cache.layers)
+
+
+@pytest.mark.parametrize(
+    ("function", "state", "message"),
+    [
+        (step, 2, "there are 2 inputs"),
+        (lambda x, cache: x + 1, 1, "returns 0 values like that input"),
+        (lambda x, cache: (x + 1, cache, cache), 1, "returns 2 values like that input"),
+        (lambda x, cache: Output(x + 1, Cache(cache.layers, cache.lengths * 1.0)), 1, "returns 0"),
+    ],
+)
+def test_a_function_that_does_not_carry_the_state_is_refused(function, state, message):
+    with pytest.raises((InputError, ModelError), match=message):
+        pbjax.optimize(function, *example(), state=state)
+
+
+def test_options_of_functions_without_state_are_refused():
+    with pytest.raises(InputError, match="leave out split="):
+        pbjax.optimize(step, *example(), state=1, split=(8, 8))
+
+
+def test_a_state_of_which_three_copies_do_not_fit_is_refused():
+    from dataclasses import replace
+
+    small = replace(pbjax.pipeline.find_device("cpu", num_cores=2), memory_bytes=10_000)
+    with pytest.raises(InputError, match="three states beside the weights"):
+        pbjax.optimize(step, *example(), state=1, device=small)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (3, 2)])
+def test_cut_and_joined_a_state_is_itself(sizes):
+    leaves = [jnp.arange(10).reshape(5, 2), jnp.arange(15).reshape(3, 5), jnp.arange(4)]
+    layout = StateLayout(
+        argument=0,
+        tree=jax.tree.structure(leaves),
+        inputs=range(3),
+        outputs=range(3),
+        axes=(0, 1, None),
+        sizes=sizes,
+    )
+    for got, want in zip(layout.join(layout.cut(leaves)), leaves, strict=True):
+        assert (got == want).all()
