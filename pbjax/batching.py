@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import ArrayLike
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
-from pbjax.batching_indexing import INDEXING_RULES, fold, generate, index_step, special
+from pbjax.batching_indexing import INDEXING_RULES, fold, generate, index_step, plain, special
 from pbjax.batching_layout import Constant, Fact, Kind, Layout, Rows, Step, fits, refuse
 from pbjax.batching_rules import RULES, Located
 from pbjax.errors import InputError, ModelError
@@ -284,20 +284,9 @@ def _equal(value: object, other: object) -> bool:
     return value is other or bool(np.all(value == other))
 
 
-def _plain(step: Step, fact: Fact) -> Layout | None:
-    """A fact as it may enter a loop or branch."""
-    if isinstance(fact, Constant):
-        if fact.varies:
-            step.refuse("takes the batch size as a number")
-        return None
-    if special(fact):
-        step.refuse("takes the numbers of the rows as data")
-    return fact
-
-
 def _merged(step: Step, fact: Fact, other: Fact) -> Layout | None:
     """What is known of a value that is one of two."""
-    first, second = _plain(step, fact), _plain(step, other)
+    first, second = plain(step, fact), plain(step, other)
     if first == second:
         return first
     if first is None or second is None:
@@ -332,7 +321,7 @@ def _settled(
 def _scan(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     """A scan along the batch keeps rows apart only if it carries nothing from one to the next."""
     roles = scan_parts(step.operation)
-    facts = [_plain(step, fact) for fact in step.facts]
+    facts = [plain(step, fact) for fact in step.facts]
     first_xs = len(roles.consts) + len(roles.carry)
     consts, carry = facts[: len(roles.consts)], facts[len(roles.consts) : first_xs]
     xs = facts[first_xs:]
@@ -348,7 +337,7 @@ def _scan(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     results = _settled(
         step, carry, lambda carried: _results(walk, bodies, [*consts, *carried, *steps])
     )
-    ys = [_shifted(_plain(step, fact), 1) for fact in results[len(carry) :]]
+    ys = [_shifted(plain(step, fact), 1) for fact in results[len(carry) :]]
     return (*results[: len(carry)], *ys)
 
 
@@ -360,7 +349,7 @@ def _shifted(layout: Fact, by: int) -> Fact:
 
 def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     params, twin = step.params, step.twin_params
-    facts = [_plain(step, fact) for fact in step.facts]
+    facts = [plain(step, fact) for fact in step.facts]
     num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
     tests, consts = facts[:num_test], facts[num_test : num_test + num_body]
     body = body_graph(params["body_jaxpr"]), body_graph(twin["body_jaxpr"])
@@ -372,20 +361,20 @@ def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     )
     (again,) = _results(walk, test, [*tests, *carry])
     # Under vmap the test has one entry for each row, and each row stops by its own.
-    rows = _rows(_plain(step, again))
+    rows = _rows(plain(step, again))
     if rows is not None and any(_rows(fact) != rows for fact in carry):
         step.refuse("stops by a row, and carries values of no row or of rows that lie elsewhere")
     return tuple(carry)
 
 
 def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    facts = [_plain(step, fact) for fact in step.facts]
+    facts = [plain(step, fact) for fact in step.facts]
     pairs = zip(step.params["branches"], step.twin_params["branches"], strict=True)
     merged: list[Fact] | None = None
     for branch, twin in pairs:
         results = _results(walk, (body_graph(branch), body_graph(twin)), facts[1:])
         if merged is None:
-            merged = [_plain(step, fact) for fact in results]
+            merged = [plain(step, fact) for fact in results]
         merged = [_merged(step, a, b) for a, b in zip(merged, results, strict=True)]
     return tuple(merged or ())
 

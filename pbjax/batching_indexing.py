@@ -77,6 +77,17 @@ _FOLDED: Mapping[str, Callable] = {
 }
 
 
+def plain(step: Step, fact: Fact) -> Layout | None:
+    """A fact as it may enter a loop or branch."""
+    if isinstance(fact, Constant):
+        if fact.varies:
+            step.refuse("takes the batch size as a number")
+        return None
+    if special(fact):
+        step.refuse("takes the numbers of the rows as data")
+    return fact
+
+
 def special(fact: Fact) -> bool:
     """Whether a fact is of a row number, or of a number that varies with the batch size."""
     if isinstance(fact, Constant):
