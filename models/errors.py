@@ -7,6 +7,8 @@ A message has one form: what was asked, what was found, what is allowed, what to
 class InputError(ValueError):
     """A model was called with inputs of a wrong shape, dtype or length."""
 
+    exit_code = 2
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written as asked.

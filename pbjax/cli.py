@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from pbjax.cli_roofline import roofline
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -201,3 +202,6 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, InputError | FileError):
         return 2
     return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)
+
+
+app.command()(_exit_codes()(roofline))

@@ -1,0 +1,185 @@
+"""Models by name or by their config.json, as shapes: no weights are read or made.
+
+For what looks at a model without running it: `pbjax roofline`. A model's phases are "prefill" and
+"decode" if it keeps a KV cache, "forward" otherwise.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import FAMILIES
+from models.checkpoint import find_family
+from models.decoder import CausalDecoder
+from models.errors import CheckpointError, InputError
+from models.hf_folder import check_folder, read_json
+from models.keymap import Family
+from models.orbax_folder import is_ours, parse_config, parse_manifest
+from models.parameters import canonical_dtype
+
+# Name -> the family's model_type and the constructor of its configuration.
+PRESETS = {
+    "bert-base": ("bert", "base"),
+    "bert-large": ("bert", "large"),
+    "bloom-1b1": ("bloom", "bloom_1b1"),
+    "bloom-1b7": ("bloom", "bloom_1b7"),
+    "bloom-3b": ("bloom", "bloom_3b"),
+    "bloom-560m": ("bloom", "bloom_560m"),
+    "bloom-7b1": ("bloom", "bloom_7b1"),
+    "conformer-large": ("wav2vec2-conformer", "large"),
+    "conformer-large-rotary": ("wav2vec2-conformer", "large_rotary"),
+    "gpt2": ("gpt2", "small"),
+    "gpt2-large": ("gpt2", "large"),
+    "gpt2-medium": ("gpt2", "medium"),
+    "gpt2-xl": ("gpt2", "xl"),
+    "lasr-ctc": ("lasr_ctc", "ctc"),
+    "llama3-70b": ("llama", "llama3_70b"),
+    "llama3-8b": ("llama", "llama3_8b"),
+    "llama3.1-70b": ("llama", "llama31_70b"),
+    "llama3.1-8b": ("llama", "llama31_8b"),
+    "llama3.2-1b": ("llama", "llama32_1b"),
+    "llama3.2-3b": ("llama", "llama32_3b"),
+    "minilm": ("bert", "minilm"),
+    "parakeet-ctc-0.6b": ("parakeet_ctc", "ctc_0_6b"),
+    "parakeet-ctc-1.1b": ("parakeet_ctc", "ctc_1_1b"),
+    "vit-base": ("vit", "base"),
+    "vit-large": ("vit", "large"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a model, in shapes.
+
+    Attributes:
+      function: The module, or one of its methods.
+      inputs: Shapes and dtypes of its inputs.
+      cache: Which of them hold a KV cache.
+      tokens: How many tokens, patches or frames of all rows together go in.
+    """
+
+    function: nnx.Module | Callable
+    inputs: tuple[object, ...]
+    cache: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model without its weights.
+
+    Attributes:
+      name: What it was asked for by.
+      family: Its kind.
+      config: Its sizes.
+      module: The module, of shapes and dtypes.
+    """
+
+    name: str
+    family: Family
+    config: object
+    module: nnx.Module
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What a call of it can do."""
+        has_head = getattr(self.config, "lm_head", False)
+        generates = isinstance(self.module, CausalDecoder) and has_head
+        return ("prefill", "decode") if generates else ("forward",)
+
+    def call(self, phase: str, batch_size: int, seq_len: int | None) -> Call:
+        """Returns a call of the model.
+
+        Args:
+          phase: One of `phases`, or "forward", which every model has.
+          batch_size: Rows.
+          seq_len: Tokens of a row, samples of audio, or frames of a spectrogram; in "decode" the
+            tokens that the cache holds with the new one; None for images, which have one size.
+
+        Raises:
+          InputError: The model cannot do that, or not with this length.
+        """
+        if phase not in (*self.phases, "forward"):
+            raise InputError(
+                f"{self.name}: there is no phase {phase!r}; it has"
+                f" {', '.join(dict.fromkeys((*self.phases, 'forward')))}; choose one of them"
+            )
+        if phase == "forward" or not isinstance(self.module, CausalDecoder):
+            return self._forward(batch_size, seq_len)
+        decoder, length = self.module, self._length(seq_len)
+        cache = nnx.eval_shape(lambda: decoder.empty_cache(batch_size, length))
+        num_tokens = length if phase == "prefill" else 1
+        ids = jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
+        tokens = batch_size * num_tokens
+        if phase == "decode":
+            return Call(function=decoder.decode, inputs=(ids, cache), cache=(1,), tokens=tokens)
+        lengths = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        inputs = (ids, lengths, cache)
+        return Call(function=decoder.prefill, inputs=inputs, cache=(2,), tokens=tokens)
+
+    def _length(self, seq_len: int | None) -> int:
+        longest = getattr(self.config, "max_seq_len", None)
+        if seq_len is None or seq_len < 1 or (longest is not None and seq_len > longest):
+            possible = "1 or more" if longest is None else f"1 to {longest}"
+            found = "missing" if seq_len is None else seq_len
+            raise InputError(
+                f"{self.name}: seq is {found}; {possible} is possible; give such a length"
+            )
+        return seq_len
+
+    def _forward(self, batch_size: int, seq_len: int | None) -> Call:
+        """The family's own example, resized."""
+        value = next(iter(self.family.example(self.config).values()))
+        patches = getattr(self.config, "num_patches", None)
+        if patches is not None and seq_len is not None:
+            raise InputError(
+                f"{self.name}: seq is {seq_len}; an image is {patches} patches always; leave it out"
+            )
+        length = self._length(seq_len) if patches is None else value.shape[1]
+        shape = (batch_size, length, *value.shape[2:])
+        inputs = (jax.ShapeDtypeStruct(shape, value.dtype),)
+        tokens = batch_size * (patches or length)
+        return Call(function=self.module, inputs=inputs, cache=(), tokens=tokens)
+
+
+def find_shape(source: str, dtype: str = "bfloat16") -> ModelShape:
+    """Returns a model by the name of a preset, or by a folder with its config.json.
+
+    Args:
+      source: A name in PRESETS, or a folder of Hugging Face's or ours; weights need not be there.
+      dtype: Of weights and activations.
+
+    Raises:
+      CheckpointError: It is neither, or its configuration is not supported.
+    """
+    canonical_dtype(dtype, f"roofline({source})")
+    if source in PRESETS:
+        model_type, constructor = PRESETS[source]
+        family = importlib.import_module(FAMILIES[model_type]).FAMILY
+        config = getattr(family.config, constructor)()
+    else:
+        family, config = _from_folder(Path(source))
+    module = nnx.eval_shape(lambda: family.build(config, dtype))
+    return ModelShape(name=source, family=family, config=config, module=module)
+
+
+def _from_folder(path: Path) -> tuple[Family, object]:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such folder or preset; presets are {', '.join(PRESETS)}; give one of them"
+            " or a folder with a config.json"
+        )
+    check_folder(path)
+    fields = read_json(path / "config.json")
+    origin = f"{path}/config.json"
+    if is_ours(fields):
+        manifest = parse_manifest(fields, origin)
+        family = find_family(fields, path)
+        return family, parse_config(family, manifest, origin)
+    family = find_family(fields, path)
+    return family, family.parse(fields, origin)

@@ -1,0 +1,272 @@
+"""What bounds a model on a device, from its traced operations alone: nothing is run or measured.
+
+Operations are grouped as they would run: each contraction by itself, attention as one where it is
+fused, and chains of everything between them. Groups belong to stages, the scopes that the model
+names, or else the modules whose weights they read. FLOPs come from `cost`, bytes from
+`roofline_traffic`, classes from the longest of three times.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pbjax.chains import KERNELS
+from pbjax.classify import Label, classify
+from pbjax.cost import equation_cost
+from pbjax.dataflow import nbytes
+from pbjax.device import Device, ResourceClass, find_device
+from pbjax.errors import InputError, ModelError, PbjaxError
+from pbjax.functional import Model, functional
+from pbjax.repetition import Repetition, find_repetition
+from pbjax.roofline_names import Namer, leaf_names
+from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
+from pbjax.roofline_traffic import Holds, Moved, is_between_activations, measure_traffic
+from pbjax.trace import Graph, Operation, loop_body, scan_parts, trace
+
+
+def roofline_report(
+    model: Model,
+    *inputs: object,
+    device: Device | str,
+    variables: Mapping[str, object] | None = None,
+    cache: Sequence[int] = (),
+    attention: str = "fused",
+    name: str | None = None,
+    phase: str = "forward",
+    items: int = 0,
+    tokens: int = 0,
+) -> Roofline:
+    """Counts what a call costs and what bounds each part of it; shapes are enough, nothing runs.
+
+    Args:
+      model: An nnx or linen module, a method of one, or any callable; its arrays may be
+        `jax.ShapeDtypeStruct`s.
+      *inputs: Inputs of a call, or their shapes and dtypes.
+      device: Whose peaks bound it, or its kind.
+      variables: Of an unbound linen module.
+      cache: Which of the inputs hold a KV cache. It is taken to be updated in place.
+      attention: "fused" if two contractions with a softmax between them run as one kernel, whatever
+        the model writes; "unfused" if the scores pass through memory.
+      name: Of the model, for the report; None takes that of its class or function.
+      phase: Name of what the call does, for the report.
+      items: Rows of the batch, for the report; 0 if that means nothing.
+      tokens: Tokens that the call takes in, for the report.
+
+    Returns:
+      The report.
+
+    Raises:
+      DeviceError: Nothing is known about the device.
+      InputError: `cache` names an input that is not there, or `attention` is none of the two.
+      ModelError: The model cannot be traced on such inputs.
+
+    Source: Williams, Waterman and Patterson 2009, Roofline.
+    """
+    figures = find_device(device) if isinstance(device, str) else device
+    fused = _is_fused(attention)
+    _check_cache(cache, len(inputs))
+    seam = functional(model, variables)
+    try:
+        graph = trace(seam.apply, seam.params, *inputs)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PbjaxError):
+            raise
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ModelError(
+            f"roofline_report({seam.name}): cannot be traced: {reason}; a model must be a pure JAX "
+            "function of inputs of these shapes; correct the inputs, or what the message names"
+        ) from error
+    leaves = _leaves(graph, inputs, cache)
+    counted = _Counter(device=figures, fuse_attention=fused)
+    counted.add(graph, leaves, leaf_names(graph.names), repeats=1)
+    return Roofline(
+        model=name or seam.name,
+        phase=phase,
+        device=figures,
+        points=merged([p for p in counted.points if p.flops or p.traffic.total]),
+        memory=_memory(graph, leaves, counted.temporary_bytes),
+        attention="fused" if fused else "unfused",
+        items=items,
+        tokens=tokens,
+        unknown=tuple(sorted(counted.unknown)),
+        exact=counted.exact,
+    )
+
+
+def _is_fused(attention: str) -> bool:
+    if attention not in ("fused", "unfused"):
+        raise InputError(
+            f"roofline_report(attention={attention!r}): no such choice; 'fused' and 'unfused' are "
+            "allowed; choose one"
+        )
+    return attention == "fused"
+
+
+def _check_cache(cache: Sequence[int], num_inputs: int) -> None:
+    if bad := [place for place in cache if not 0 <= place < num_inputs]:
+        raise InputError(
+            f"roofline_report(cache={tuple(cache)}): there is no input {bad[0]}; there are "
+            f"{num_inputs}, counted from 0; name the inputs that hold the cache"
+        )
+
+
+def _leaves(graph: Graph, inputs: Sequence[object], cache: Sequence[int]) -> list[Holds]:
+    held: list[Holds] = ["weights"] * graph.num_weights
+    for place, value in enumerate(inputs):
+        holds: Holds = "kv_cache" if place in cache else "activations"
+        held += [holds] * len(jax.tree.leaves(value))
+    return held
+
+
+def _memory(graph: Graph, leaves: Sequence[Holds], temporary_bytes: int) -> Memory:
+    sizes = {"weights": 0, "activations": 0, "kv_cache": 0}
+    for aval, holds in zip(graph.avals, leaves, strict=False):
+        sizes[holds] += nbytes(aval)
+    return Memory(
+        weight_bytes=sizes["weights"],
+        input_bytes=sizes["activations"],
+        kv_cache_bytes=sizes["kv_cache"],
+        temporary_bytes=temporary_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """Operations of a graph from `start` on, and where their repetitions begin."""
+
+    name: str
+    start: int
+    stop: int
+    begins: tuple[int, ...]
+
+
+def _sections(graph: Graph, repetition: Repetition, name: str) -> list[_Section]:
+    if repetition.scanned or repetition.count == 1:
+        return [_Section(name=name, start=0, stop=len(graph.operations), begins=(0,))]
+    first, last = repetition.start, repetition.end
+    begins = tuple(range(first, last, repetition.period))
+    return [
+        _Section(name="prologue", start=0, stop=first, begins=(0,)),
+        _Section(name="block", start=first, stop=first + repetition.period, begins=begins),
+        _Section(name="epilogue", start=last, stop=len(graph.operations), begins=(last,)),
+    ]
+
+
+class _Counter:
+    """Collects the points of a graph, and of the loops inside it."""
+
+    def __init__(self, *, device: Device, fuse_attention: bool):
+        self.points: list[Point] = []
+        self.unknown: set[str] = set()
+        self.exact = True
+        self.temporary_bytes = 0
+        self._device, self._fuse = device, fuse_attention
+        self._stages: set[str] = set()
+
+    def add(
+        self,
+        graph: Graph,
+        leaves: Sequence[Holds],
+        names: Mapping[int, str],
+        *,
+        repeats: int,
+        section: str = "program",
+    ) -> None:
+        """Adds the points of a graph.
+
+        Args:
+          graph: The graph.
+          leaves: What its weights and inputs hold.
+          names: Names of weights, by their numbers.
+          repeats: How often it runs.
+          section: What a stage without a name is called if nothing in the graph repeats.
+        """
+        labels = classify(graph, self._device)
+        moved = measure_traffic(graph, leaves, fuse_attention=self._fuse)
+        seconds = [self._seconds(*pair) for pair in zip(labels, moved.traffic, strict=True)]
+        if sum(seconds) == 0:
+            return
+        self.temporary_bytes += moved.temporary_bytes
+        repetition = find_repetition(graph, seconds, graph)
+        for part in _sections(graph, repetition, section):
+            self._add_section(graph, part, labels, moved, names, repeats)
+
+    def _seconds(self, label: Label, traffic: Traffic) -> float:
+        return max(label.compute_s, traffic.total / self._device.memory_bytes_per_s)
+
+    def _add_section(
+        self,
+        graph: Graph,
+        section: _Section,
+        labels: Sequence[Label],
+        moved: Moved,
+        names: Mapping[int, str],
+        repeats: int,
+    ) -> None:
+        operations = graph.operations[section.start : section.stop]
+        taken = frozenset(self._stages)
+        namer = Namer(operations, moved, names, section.name, start=section.start, taken=taken)
+        self._stages.update(namer.stages)
+        for i, operation in enumerate(operations):
+            places = [begin + i for begin in section.begins]
+            if operation.primitive == "scan":
+                times = repeats * len(places) * operation.params["length"]
+                self._add_loop(operation, moved, names, times)
+                continue
+            costs = [equation_cost(graph.operations[place].equation) for place in places]
+            if not costs[0].known:
+                self.unknown.add(operation.primitive)
+            self.exact = self.exact and costs[0].exact
+            tensor = labels[places[0]].unit == ResourceClass.TENSOR
+            compute_s = repeats * sum((labels[place].compute_s for place in places), 0.0)
+            traffic = sum((moved.traffic[place] for place in places), Traffic())
+            traffic = traffic.times(repeats)
+            contracts = tensor or operation.primitive in _CONTRACTIONS
+            point = Point(
+                stage=namer.stages[i],
+                name=namer.groups[i],
+                kind=_kind(operation, moved, section.start + i, contracts),
+                repeats=repeats * len(places),
+                operations=1,
+                dtype=_dtype(operation) if contracts else "",
+                flops=repeats * sum(cost.flops + cost.transcendentals for cost in costs),
+                traffic=traffic,
+                tensor_s=compute_s if tensor else 0.0,
+                cuda_s=0.0 if tensor else compute_s,
+                memory_s=traffic.total / self._device.memory_bytes_per_s,
+            )
+            self.points.append(point)
+
+    def _add_loop(
+        self, operation: Operation, moved: Moved, names: Mapping[int, str], repeats: int
+    ) -> None:
+        body, parts = loop_body(operation), scan_parts(operation)
+        leaves: list[Holds] = ["weights"] * body.num_weights
+        inner: dict[int, str] = {}
+        for number, atom in zip(body.inputs, (*parts.consts, *parts.carry, *parts.xs), strict=True):
+            leaves.append(moved.holds[atom] if isinstance(atom, int) else "activations")
+            if isinstance(atom, int):
+                named = [names[root] for root in moved.roots[atom] if root in names]
+                inner |= {number: named[0]} if named else {}
+        self.add(body, leaves, inner, repeats=repeats, section="loop")
+
+
+_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
+
+
+def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) -> Kind:
+    if moved.regions[position] is not None:
+        return "attention"
+    if not contracts:
+        return "other"
+    whole = operation.primitive in (KERNEL, *(KERNELS - _CONTRACTIONS))
+    if whole:
+        weights = any(moved.holds[a] == "weights" for a in operation.inputs if isinstance(a, int))
+        return "dense" if weights else "attention"
+    return "attention" if is_between_activations(operation, moved.holds) else "dense"
+
+
+def _dtype(operation: Operation) -> str:
+    return str(getattr(operation.equation.invars[0].aval, "dtype", ""))

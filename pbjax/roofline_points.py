@@ -1,0 +1,325 @@
+"""The roofline of a program as plain data: points, their stages, totals, memory.
+
+A point is a group of operations of one stage, over all repetitions of the layer it belongs to. What
+it takes is the longest of three: tensor cores, other arithmetic, memory; the longest names its
+class. Points are made from a traced model in `roofline`; nothing here knows of one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal
+
+from pbjax.device import Device, ResourceClass
+
+# What a group of operations is: a contraction with weights; attention, whose operands all depend on
+# the input; anything else.
+Kind = Literal["dense", "attention", "other"]
+Bound = Literal["compute", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes read from and written to device memory, by what they hold.
+
+    Attributes:
+      weights: Parameters, and what is computed from parameters alone.
+      activations: Inputs, results of operations, outputs.
+      kv_cache: Keys and values kept between calls.
+    """
+
+    weights: float = 0.0
+    activations: float = 0.0
+    kv_cache: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.weights + self.activations + self.kv_cache
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """The bytes of both."""
+        return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in _PARTS})
+
+    def times(self, count: int | float) -> "Traffic":
+        """The bytes of doing it count times."""
+        return self.scaled(weights=count, activations=count, kv_cache=count)
+
+    def scaled(
+        self, *, weights: int | float = 1, activations: int | float = 1, kv_cache: int | float = 1
+    ) -> "Traffic":
+        """The bytes with each part multiplied."""
+        return Traffic(
+            weights=weights * self.weights,
+            activations=activations * self.activations,
+            kv_cache=kv_cache * self.kv_cache,
+        )
+
+
+_PARTS = fields(Traffic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A group of operations of one stage, over all its repetitions.
+
+    Attributes:
+      stage: Name of the stage.
+      name: Name of the group, unique in its stage.
+      kind: What it is.
+      repeats: How often a call runs it: once for each layer.
+      operations: Operations of one repetition.
+      dtype: Of a contraction's operands; empty if it contracts nothing.
+      flops: FLOPs, transcendental functions among them.
+      traffic: Bytes moved.
+      tensor_s: Seconds of tensor cores at their peak.
+      cuda_s: Seconds of other arithmetic at its peak.
+      memory_s: Seconds that the bytes take at peak bandwidth.
+    """
+
+    stage: str
+    name: str
+    kind: Kind
+    repeats: int
+    operations: int
+    dtype: str
+    flops: float
+    traffic: Traffic
+    tensor_s: float
+    cuda_s: float
+    memory_s: float
+
+    @property
+    def seconds(self) -> float:
+        """What it takes at least: the longest of the three, which a kernel can overlap."""
+        return max(self.tensor_s, self.cuda_s, self.memory_s)
+
+    @property
+    def resource(self) -> ResourceClass:
+        """What takes longest."""
+        if self.memory_s >= max(self.tensor_s, self.cuda_s):
+            return ResourceClass.MEMORY
+        return ResourceClass.TENSOR if self.tensor_s >= self.cuda_s else ResourceClass.CUDA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Points taken together: a stage, a kind, or a whole program.
+
+    Attributes:
+      name: Of what they make up.
+      points: The points.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all points."""
+        return sum((point.flops for point in self.points), 0.0)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of all points."""
+        return sum((point.traffic for point in self.points), Traffic())
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity in FLOP/byte; 0 if nothing moves."""
+        moved = self.traffic.total
+        return self.flops / moved if moved else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all points, one after the other."""
+        return sum((point.seconds for point in self.points), 0.0)
+
+    @property
+    def attainable_flops_per_s(self) -> float:
+        """The rate that its points can reach together."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def resource(self) -> ResourceClass:
+        """The class in which it spends most of its time."""
+        spent = {
+            resource: sum((p.seconds for p in self.points if p.resource == resource), 0.0)
+            for resource in ResourceClass
+        }
+        return max(spent, key=lambda resource: spent[resource])
+
+    @property
+    def bound(self) -> Bound:
+        """Whether its arithmetic or its bytes take longer."""
+        return "memory" if self.resource == ResourceClass.MEMORY else "compute"
+
+    @property
+    def repeats(self) -> int:
+        """How often a call runs it."""
+        return max((point.repeats for point in self.points), default=0)
+
+    def row(self) -> dict[str, object]:
+        """Its figures as JSON-compatible data."""
+        return {
+            "name": self.name,
+            "repeats": self.repeats,
+            "flops": self.flops,
+            "bytes": {**asdict(self.traffic), "total": self.traffic.total},
+            "intensity_flop_per_byte": self.intensity,
+            "class": str(self.resource),
+            "bound": self.bound,
+            "attainable_flops_per_s": self.attainable_flops_per_s,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Device memory that a call needs at its peak.
+
+    Attributes:
+      weight_bytes: Parameters and captured arrays.
+      input_bytes: Inputs of the call, the KV cache apart.
+      kv_cache_bytes: The KV cache, updated in place.
+      temporary_bytes: Results of operations, those that are returned included, at the moment when
+        most are alive; what stays in a chain or a kernel does not count.
+    """
+
+    weight_bytes: int
+    input_bytes: int
+    kv_cache_bytes: int
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.input_bytes + self.kv_cache_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """What a call of a model costs on a device, predicted from its traced operations.
+
+    Attributes:
+      model: Name of the model.
+      phase: "prefill", "decode" or "forward".
+      device: Whose peaks the seconds are for.
+      points: Groups of operations in program order.
+      memory: What it needs of the device's memory.
+      attention: "fused" if scores never reach memory, else "unfused".
+      items: Rows of the batch; 0 if not known.
+      tokens: Tokens that a call takes in; 0 if not known.
+      unknown: Primitives whose cost is not known: they count by their bytes.
+      exact: False if a loop's length or a branch is decided only when it runs.
+    """
+
+    model: str
+    phase: str
+    device: Device
+    points: tuple[Point, ...]
+    memory: Memory
+    attention: Literal["fused", "unfused"]
+    items: int = 0
+    tokens: int = 0
+    unknown: tuple[str, ...] = field(default=())
+    exact: bool = True
+
+    @property
+    def total(self) -> Total:
+        """The whole call."""
+        return Total(name="total", points=self.points)
+
+    @property
+    def stages(self) -> tuple[Total, ...]:
+        """Each stage, in program order."""
+        return grouped(self.points, "stage")
+
+    @property
+    def kinds(self) -> tuple[Total, ...]:
+        """Dense layers, attention and the rest."""
+        return grouped(self.points, "kind")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which most contractions are done."""
+        flops: dict[str, float] = {}
+        for point in self.points:
+            if point.dtype:
+                flops[point.dtype] = flops.get(point.dtype, 0.0) + point.flops
+        return max(flops, key=lambda dtype: flops[dtype]) if flops else "float32"
+
+    @property
+    def ridge_point(self) -> float:
+        """FLOP/byte above which the device's tensor cores bound a contraction in that dtype."""
+        return self.device.ridge_point(self.dtype)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has the memory."""
+        return self.memory.peak_bytes <= self.device.memory_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """The whole report as JSON-compatible data."""
+        device = self.device
+        return {
+            "model": self.model,
+            "phase": self.phase,
+            "items": self.items,
+            "tokens": self.tokens,
+            "attention": self.attention,
+            "device": {
+                "kind": device.kind,
+                "source": device.source,
+                "dtype": self.dtype,
+                "peak_flops_per_s": device.contraction_flops_per_s(self.dtype),
+                "peak_vector_flops_per_s": device.cuda_flops_per_s,
+                "peak_bytes_per_s": device.memory_bytes_per_s,
+                "memory_bytes": device.memory_bytes,
+                "ridge_point_flop_per_byte": self.ridge_point,
+            },
+            "total": self.total.row(),
+            "stages": [stage.row() for stage in self.stages],
+            "groups": [
+                {"stage": point.stage, "kind": point.kind, "dtype": point.dtype}
+                | Total(name=point.name, points=(point,)).row()
+                for point in self.points
+            ],
+            "memory": {**asdict(self.memory), "peak_bytes": self.memory.peak_bytes},
+            "fits": self.fits,
+            "unknown_primitives": list(self.unknown),
+            "exact": self.exact,
+        }
+
+
+def grouped(points: Iterable[Point], key: Literal["stage", "kind"]) -> tuple[Total, ...]:
+    """Points that share a stage or kind, taken together, in order of appearance."""
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        found.setdefault(getattr(point, key), []).append(point)
+    return tuple(Total(name=name, points=tuple(group)) for name, group in found.items())
+
+
+def merged(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Adds up points that share stage and name; they must share the kind, dtype and repeats."""
+    found: dict[tuple[str, str], Point] = {}
+    for point in points:
+        key = point.stage, point.name
+        found[key] = _sum(found[key], point) if key in found else point
+    return tuple(found.values())
+
+
+def _sum(a: Point, b: Point) -> Point:
+    added: Mapping[str, float] = {
+        name: getattr(a, name) + getattr(b, name)
+        for name in ("flops", "tensor_s", "cuda_s", "memory_s")
+    }
+    return Point(
+        stage=a.stage,
+        name=a.name,
+        kind=a.kind,
+        repeats=max(a.repeats, b.repeats),
+        operations=a.operations + b.operations,
+        dtype=a.dtype or b.dtype,
+        traffic=a.traffic + b.traffic,
+        **added,
+    )
