@@ -26,6 +26,7 @@ from models.conformer_positions import (
     rotate,
     shift,
 )
+from models.depthwise import depthwise_products
 from models.errors import InputError
 from models.kernels import PLAIN
 from models.layers import ACTIVATIONS, Activation
@@ -209,7 +210,9 @@ class ConformerConvolution(nnx.Module):
             inner = self._gate(self.norm(x))
             if self.masks and mask is not None:
                 inner = without_padding(inner, mask)
-            inner = depthwise_convolution(inner, self.depthwise[...])
+            products = self.kernels.gemm == "pallas"
+            convolve = depthwise_products if products else depthwise_convolution
+            inner = convolve(inner, self.depthwise[...])
             if self.depthwise_bias is not None:
                 inner = inner + jnp.broadcast_to(self.depthwise_bias[...], inner.shape)
             inner = self.batch_norm(inner)

@@ -25,7 +25,8 @@ class Kernels:
       attention: Attention over all tokens.
       causal_attention: Attention of decoders.
       alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
-      gemm: Matrix products with what follows them: bias, activation, gate, residual.
+      gemm: Matrix products with what follows them: bias, activation, gate, residual. A depthwise
+        convolution becomes such products too.
       norm: LayerNorm and RMSNorm.
     """
 
