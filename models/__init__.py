@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from models.bert import BertConfig, BertModel, BertOutput
     from models.bloom import BloomConfig, BloomModel
     from models.checkpoint import load, load_parameters, load_tokenizer
+    from models.companions import (
+        load_labels,
+        load_preprocessor,
+        load_stop_tokens,
+        load_vocabulary,
+    )
     from models.conformer import ConformerEncoder, ConformerOutput
     from models.conformer_config import ConformerConfig
     from models.conversion import ConversionReport, convert
@@ -76,8 +82,12 @@ _MODULES = {
     "Wav2Vec2ConformerModel": "wav2vec2_conformer",
     "convert": "conversion",
     "load": "checkpoint",
+    "load_labels": "companions",
     "load_parameters": "checkpoint",
+    "load_preprocessor": "companions",
+    "load_stop_tokens": "companions",
     "load_tokenizer": "checkpoint",
+    "load_vocabulary": "companions",
 }
 
 __all__ = [
@@ -113,8 +123,12 @@ __all__ = [
     "Wav2Vec2ConformerModel",
     "convert",
     "load",
+    "load_labels",
     "load_parameters",
+    "load_preprocessor",
+    "load_stop_tokens",
     "load_tokenizer",
+    "load_vocabulary",
 ]
 
 

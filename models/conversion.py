@@ -1,7 +1,6 @@
 """Converts a Hugging Face folder into our own: checked, and complete or not there at all."""
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models.checkpoint import Checkpoint, Progress, open_checkpoint, read_module
+from models.companions import copy_companions
 from models.errors import CheckpointError
 from models.hf_folder import check_folder, read_json
 from models.keys import KeyReport
 from models.numeric import NumericCheck, Reference, check_reference, read_reference, summarise
 from models.orbax_folder import (
     CONFIG,
-    TOKENIZER,
     Manifest,
     check_target,
     folder_bytes,
@@ -173,9 +172,7 @@ def _manifest[C, M: nnx.Module](
 def _write(checkpoint: Checkpoint, module: nnx.Module, manifest: Manifest, target: Path) -> int:
     with new_folder(target) as folder:
         write(folder, manifest, module)
-        tokenizer = checkpoint.path / TOKENIZER
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
+        copy_companions(checkpoint.path, folder)
         return folder_bytes(folder)
 
 

@@ -73,8 +73,8 @@ def preprocess() -> dict[str, np.ndarray]:
         processor.resample = resample
         given = Image.fromarray(pixels)
         images[f"image.{name}"] = processor(given, return_tensors="np")["pixel_values"][0]
-    time = np.arange(6000) / 16000
-    audio = 0.3 * np.sin(2 * np.pi * (200 + 900 * time) * time) + 0.02 * generator.normal(size=6000)
+    time = np.arange(2400) / 16000
+    audio = 0.3 * np.sin(2 * np.pi * (200 + 900 * time) * time) + 0.02 * generator.normal(size=2400)
     samples = np.round(audio * 32767).astype(np.int16)
     values = (samples / 32768).astype(np.float32)
     raw = transformers.Wav2Vec2FeatureExtractor(do_normalize=True)
@@ -106,7 +106,7 @@ def main() -> None:
     found = {name: generate(target / name, count) for name, count in NEW_TOKENS.items()}
     text = json.dumps({"meta": versions} | found)
     (target / "generation.json").write_text(text + "\n")
-    np.savez(target / "preprocessing.npz", **preprocess(), meta=json.dumps(versions))
+    np.savez_compressed(target / "preprocessing.npz", **preprocess(), meta=json.dumps(versions))
 
 
 if __name__ == "__main__":

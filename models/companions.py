@@ -1,0 +1,171 @@
+"""The small files beside the weights: stop tokens, labels, preprocessing, the vocabulary of CTC.
+
+A folder of `convert` holds copies of them, its source's config.json among them under another name.
+Not here: `models.checkpoint.load_tokenizer`, the computations that the settings are for.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from models.checkpoint import load_tokenizer
+from models.errors import CheckpointError
+from models.hf_folder import check_folder, read_json
+from models.orbax_folder import CONFIG, TOKENIZER, is_ours
+
+SOURCE_CONFIG = "source_config.json"
+GENERATION, VOCABULARY, TOKENIZER_CONFIG = (
+    "generation_config.json",
+    "vocab.json",
+    "tokenizer_config.json",
+)
+# What transformers 4 and 5 call the file, and the part of it, if any, that we read.
+PREPROCESSORS = (
+    ("preprocessor_config.json", ()),
+    ("processor_config.json", ("feature_extractor", "image_processor")),
+)
+COPIED = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    GENERATION,
+    VOCABULARY,
+    *(name for name, _ in PREPROCESSORS),
+)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what a Hugging Face folder has of these files into a folder of ours."""
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    shutil.copyfile(source / CONFIG, target / SOURCE_CONFIG)
+
+
+def load_stop_tokens(folder: str | Path) -> tuple[int, ...]:
+    """Returns the tokens that end a text: eos_token_id of generation_config.json or config.json.
+
+    Args:
+      folder: A Hugging Face folder or one of `convert`.
+
+    Returns:
+      The tokens, for `pbjax.generate(stop_tokens=)`; none where the files name none.
+
+    Raises:
+      CheckpointError: A file is corrupt or the field is no token.
+    """
+    path = Path(folder)
+    file = path / GENERATION
+    fields = read_json(file) if file.is_file() else {}
+    if fields.get("eos_token_id") is None:
+        file, fields = _config(path)
+    value = fields.get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise CheckpointError(
+            f"{file}: eos_token_id is {value!r}; a token or a list of tokens is needed; correct it"
+        )
+    return tuple(tokens)
+
+
+def load_labels(folder: str | Path) -> tuple[str, ...]:
+    """Returns the names of a classifier's classes: id2label of config.json.
+
+    Args:
+      folder: A Hugging Face folder or one of `convert`.
+
+    Returns:
+      The names by number; none where the file has none.
+
+    Raises:
+      CheckpointError: The file is corrupt, or the numbers are not 0, 1, 2 and so on.
+    """
+    file, fields = _config(Path(folder))
+    names = fields.get("id2label")
+    if names is None:
+        return ()
+    if not isinstance(names, Mapping) or set(names) != {str(i) for i in range(len(names))}:
+        raise CheckpointError(
+            f"{file}: id2label is not a name for each of 0, 1, 2 and so on; it must be;"
+            " correct it or remove it"
+        )
+    return tuple(str(names[str(index)]) for index in range(len(names)))
+
+
+def load_preprocessor(folder: str | Path) -> dict[str, object]:
+    """Returns the settings of images or audio: preprocessor_config.json, or processor_config.json.
+
+    Args:
+      folder: A Hugging Face folder or one of `convert`.
+
+    Raises:
+      CheckpointError: There is no such file, or it is corrupt.
+    """
+    path = Path(folder)
+    check_folder(path)
+    for name, parts in PREPROCESSORS:
+        if (path / name).is_file():
+            fields = read_json(path / name)
+            for part in parts:
+                if isinstance(section := fields.get(part), dict):
+                    return section
+            return fields
+    raise CheckpointError(
+        f"{path}/{PREPROCESSORS[0][0]}: no such file; it says how inputs are prepared;"
+        " fetch it with the checkpoint"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CharacterVocabulary:
+    """What wav2vec2's vocab.json says: a text for each entry, one of them between words."""
+
+    entries: Mapping[int, str]
+    word_delimiter: str
+    lower_case: bool
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of entries of which CTC has removed repetitions and blanks."""
+        joined = "".join(self.entries.get(index, "") for index in ids)
+        text = joined.replace(self.word_delimiter, " ").strip()
+        return text.lower() if self.lower_case else text
+
+
+def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Tokenizer:
+    """Returns what turns the entries of a CTC model into text by its method decode(ids).
+
+    Args:
+      folder: Holds tokenizer.json, or else vocab.json as wav2vec2 has it.
+
+    Raises:
+      CheckpointError: There is neither, or a file is corrupt.
+    """
+    path = Path(folder)
+    check_folder(path)
+    if (path / TOKENIZER).is_file() or not (path / VOCABULARY).is_file():
+        return load_tokenizer(path)
+    entries = read_json(path / VOCABULARY)
+    if not all(isinstance(index, int) for index in entries.values()):
+        raise CheckpointError(
+            f"{path / VOCABULARY}: not a number for each text; this is needed; fetch it again"
+        )
+    file = path / TOKENIZER_CONFIG
+    options = read_json(file) if file.is_file() else {}
+    return CharacterVocabulary(
+        entries={index: text for text, index in entries.items() if isinstance(index, int)},
+        word_delimiter=str(options.get("word_delimiter_token", "|")),
+        lower_case=options.get("do_lower_case") is True,
+    )
+
+
+def _config(path: Path) -> tuple[Path, Mapping[str, object]]:
+    """The config.json of Hugging Face's form, and where it lies."""
+    check_folder(path)
+    file = path / CONFIG
+    fields = read_json(file)
+    if not is_ours(fields):
+        return file, fields
+    file = path / SOURCE_CONFIG
+    return file, read_json(file) if file.is_file() else {}

@@ -1,0 +1,20 @@
+"""Fields of a checkpoint's preprocessor_config.json, for images and audio alike."""
+
+from collections.abc import Mapping
+
+from pbjax.errors import InputError
+
+
+def positive(settings: Mapping[str, object], field: str, default: float | int, name: str) -> float:
+    """Returns a positive field, or the default of the feature extractor's class.
+
+    Raises:
+      InputError: It is no positive number.
+    """
+    value = settings.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise InputError(
+            f"{name}: {field} of preprocessor_config.json is {value!r}; a positive number is "
+            "needed; fetch the file again"
+        )
+    return float(value)
