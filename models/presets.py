@@ -60,7 +60,7 @@ class Call:
       function: The module, or one of its methods.
       inputs: Shapes and dtypes of its inputs.
       cache: Which of them hold a KV cache.
-      tokens: How many tokens, patches or frames of all rows together go in.
+      tokens: How many tokens of all rows together go in; 0 for images and audio.
     """
 
     function: nnx.Module | Callable
@@ -143,7 +143,8 @@ class ModelShape:
         length = self._length(seq_len) if patches is None else value.shape[1]
         shape = (batch_size, length, *value.shape[2:])
         inputs = (jax.ShapeDtypeStruct(shape, value.dtype),)
-        tokens = batch_size * (patches or length)
+        is_text = jnp.issubdtype(value.dtype, jnp.integer)
+        tokens = batch_size * length if is_text else 0
         return Call(function=self.module, inputs=inputs, cache=(), tokens=tokens)
 
 
