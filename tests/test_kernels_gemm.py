@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm import gated_gemm, gemm, reference
+from pallas_kernels.gemm import gated_gemm, gemm, grouped_gemm, mosaic_gpu, reference
 from pallas_kernels.gemm.activations import ACTIVATIONS, GELU_ERROR
 from pallas_kernels.gemm.api import check_gemm
-from pallas_kernels.gemm.mosaic_gpu import Tile
+from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
 from pallas_kernels.gemm.shapes import RAGGED, SHAPES, GemmShape
 from pallas_kernels.gemm.tiles import tile_for
 from pallas_kernels.testing import assert_close
@@ -62,11 +62,32 @@ def launches():
     by_name = {s.name: (call(s, **options), specs_of(s)) for s in found.values()}
     first = SHAPES[1]
     by_name["on 84 SMs"] = (call(first, **options, sm_budget=84), specs_of(first))
+    by_name["three sub-batches"] = grouped_launch()
     return by_name
 
 
-def tile_of(shape: GemmShape) -> Tile:
-    return tile_for(shape.m, shape.n, shape.k, gated=shape.gated, ctas=132, num_sms=132)
+def grouped_launch():
+    """A layer's last GEMM for three sub-batches, one of odd rows."""
+    ms, k, n = (4_096, 2_048, 1_001), 6_400, 1_600
+
+    def run(w, bias, *rows):
+        options = {"bias": bias, "residuals": rows[3:], "implementation": "mosaic_gpu"}
+        return grouped_gemm(rows[:3], w, **options)
+
+    shapes = [(k, n), (n,), *((m, k) for m in ms), *((m, n) for m in ms)]
+    return run, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+
+
+def tile_of(shape: GemmShape, ctas: int = 132) -> Tile:
+    return tile_for(
+        (shape.m,),
+        shape.n,
+        shape.k,
+        gated=shape.gated,
+        heavy=shape.residual or shape.activation is not None,
+        ctas=ctas,
+        num_sms=132,
+    )
 
 
 INTERPRETED = {
@@ -98,6 +119,22 @@ INTERPRETED = {
         GemmShape(name="", m=128, k=64, n=384, residual=True),
         Tile(tile_n=192, pipeline_depth=2, store_slots=3),
     ),
+    "six pieces through four slots": (
+        GemmShape(name="", m=256, k=64, n=384, bias=True, residual=True),
+        Tile(tile_n=192, pipeline_depth=2, store_slots=4),
+    ),
+    "narrow columns, more slots than pieces": (
+        GemmShape(name="", m=320, k=128, n=448, bias=True, residual=True, activation="silu"),
+        Tile(tile_m=64, tile_n=192, pipeline_depth=3, narrow_cols=2, store_slots=4),
+    ),
+    "narrow columns in a cluster along m": (
+        GemmShape(name="", m=200, k=64, n=320, bias=True),
+        Tile(tile_m=64, tile_n=192, pipeline_depth=3, narrow_cols=1, cluster="m"),
+    ),
+    "narrow columns in a cluster along n, one beyond the result": (
+        GemmShape(name="", m=136, k=128, n=320, residual=True),
+        Tile(tile_m=64, tile_n=128, pipeline_depth=3, narrow_cols=1, cluster="n"),
+    ),
 }
 
 
@@ -105,9 +142,82 @@ INTERPRETED = {
 def test_small_tiles_are_right_and_free_of_races(name):
     shape, tile = INTERPRETED[name]
     inputs = inputs_of(shape, jnp.bfloat16)
-    actual = interpreted(call(shape, implementation="mosaic_gpu", sm_budget=4, tile=tile), *inputs)
+    epilogue = Epilogue(activation=shape.activation, gated=shape.gated, scale=shape.scale)
+
+    def run(*inputs):
+        given = dict(zip(names_of(shape), inputs, strict=True))
+        weights = tuple(given[name] for name in ("w_gate", "w") if name in given)
+        residuals = (given["residual"],) if shape.residual else None
+        operands = ((given["x"],), weights, given.get("bias"), residuals)
+        options = {"epilogue": epilogue, "tile": tile, "ctas": 4, "emulated": True}
+        return mosaic_gpu.matmul(*operands, **options)[0]
+
+    actual = interpreted(run, *inputs)
     expected = call(shape, reference.gated_gemm, reference.gemm)(*inputs)
     assert_close(actual, expected, reduction=shape.k, function_error=GELU_ERROR)
+
+
+def test_sub_batches_share_one_launch():
+    ms, k, n = (72, 13, 136), 128, 192
+    keys = jax.random.split(jax.random.key(0), 8)
+    xs = [jax.random.normal(key, (1, m, k), jnp.bfloat16) for key, m in zip(keys, ms, strict=False)]
+    rs = [jax.random.normal(key, (1, m, n), jnp.bfloat16) for key, m in zip(keys, ms, strict=False)]
+    w = (0.2 * jax.random.normal(keys[6], (k, n))).astype(jnp.bfloat16)
+    bias = jax.random.normal(keys[7], (n,), jnp.bfloat16)
+    tile = Tile(tile_m=64, tile_n=128, pipeline_depth=2)
+
+    def run(xs, rs, w, bias):
+        options = {"residuals": rs, "bias": bias, "tile": tile, "sm_budget": 2}
+        return grouped_gemm(xs, w, **options, implementation="mosaic_gpu")
+
+    results = interpreted(run, xs, rs, w, bias)
+    plain = grouped_gemm(xs, w, residuals=rs, bias=bias)
+    for actual, other, x, residual in zip(results, plain, xs, rs, strict=True):
+        expected = reference.gemm(x, w, bias, residual)
+        assert_close(actual, expected, reduction=k)
+        assert_close(other, expected, reduction=k, roundings=2)
+
+
+def test_gated_sub_batches_share_one_launch():
+    xs = [jax.random.normal(jax.random.key(m), (m, 64), jnp.bfloat16) for m in (16, 72)]
+    w_gate, w = (
+        (0.2 * jax.random.normal(jax.random.key(i), (64, 64))).astype(jnp.bfloat16) for i in (0, 1)
+    )
+    options = {"activation": "silu", "sm_budget": 2}
+
+    def run(xs, w_gate, w):
+        return grouped_gemm(xs, w, w_gate=w_gate, **options, implementation="mosaic_gpu")
+
+    for actual, x in zip(interpreted(run, xs, w_gate, w), xs, strict=True):
+        expected = reference.gated_gemm(x, w_gate, w, activation="silu")
+        assert_close(actual, expected, reduction=64)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 77])
+def test_rows_need_not_be_a_multiple_of_eight(rows):
+    shape = GemmShape(name="", m=rows, k=128, n=64, bias=True, residual=True)
+    inputs = inputs_of(shape, jnp.bfloat16)
+    actual = interpreted(call(shape, implementation="mosaic_gpu", sm_budget=2), *inputs)
+    assert_close(actual, call(shape, plain=reference.gemm)(*inputs), reduction=128)
+
+
+@pytest.mark.parametrize("workers", [1, 5, 66])
+def test_workers_take_every_tile_once_and_narrow_ones_last(workers):
+    tile = Tile(tile_n=192, pipeline_depth=4, narrow_cols=5)
+    plan = Plan(ms=(1_000, 520), n=1_600, k=64, ctas=workers, tile=tile, epilogue=Epilogue())
+    taken = []
+    for worker in range(workers):
+        before = False
+        for segment in plan.segments:
+            start, stop = (int(i) for i in mosaic_gpu.span(plan, segment, jnp.int32(worker)))
+            for i in range(start, stop):
+                assert segment.narrow >= before
+                before = segment.narrow
+                row, col = mosaic_gpu.origin(plan, segment, jnp.int32(worker), jnp.int32(i))
+                taken.append((segment.group, int(row), int(col)))
+    columns = [*range(0, 960, 192), *range(960, 1_600, 128)]
+    rows = [(group, row) for group, m in enumerate(plan.ms) for row in range(0, m, 128)]
+    assert sorted(taken) == sorted((g, row, col) for g, row in rows for col in columns)
 
 
 def test_float16_and_leading_axes():
@@ -130,8 +240,7 @@ def test_every_launch_lowers_under_its_name(name):
 def test_every_budget_lowers_without_clusters(budget):
     shape = SHAPES[1]
     lowered(call(shape, implementation="mosaic_gpu", sm_budget=budget), *specs_of(shape))
-    tile = tile_for(shape.m, shape.n, shape.k, gated=False, ctas=budget, num_sms=132)
-    assert tile.cluster is None
+    assert tile_of(shape, budget).cluster is None
 
 
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
@@ -200,7 +309,6 @@ def test_a_budget_above_the_device_is_refused():
     ("x", "w", "message"),
     [
         (X.astype(jnp.float32), W.astype(jnp.float32), "bfloat16 and float16"),
-        (X[:7], W, "multiple of 8"),
         (X, W[:, :40], "K and N of 64"),
     ],
 )
@@ -208,6 +316,32 @@ def test_what_the_kernel_cannot_do_it_refuses_by_name_and_leaves_to_xla(x, w, me
     with pytest.raises(NotImplementedError, match=message):
         gemm(x, w, implementation="mosaic_gpu")
     assert gemm(x, w).shape == (x.shape[0], w.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"xs": []}, "0 inputs"),
+        ({"xs": [X] * 9}, "9 inputs"),
+        ({"residuals": [X[:, :64]]}, "residuals: 1"),
+        ({"residuals": [X[:, :64], X]}, "residual"),
+        ({"xs": [X, X.astype(jnp.float16)]}, "one floating dtype"),
+        ({"xs": [X, X[:, :64]]}, "input features first"),
+        ({"w_gate": W.astype(jnp.float16)}, "w_gate"),
+        ({"w_gate": W, "bias": W[0]}, "gated product has none"),
+        ({"w_gate": W, "scale": 2.0}, "gated product has none"),
+        ({"w_gate": W, "residuals": [X[:, :64]] * 2}, "gated product has none"),
+    ],
+)
+def test_sub_batches_that_do_not_fit_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(**{"xs": [X, X], "w": W} | options)
+
+
+def test_a_tile_with_too_many_narrow_columns_is_refused():
+    tile = Tile(tile_n=192, pipeline_depth=4, narrow_cols=1)
+    with pytest.raises(ValueError, match="leave no column"):
+        gemm(X, W, implementation="mosaic_gpu", tile=tile)
 
 
 def test_a_tile_for_another_number_of_weights_is_refused():
@@ -224,6 +358,8 @@ def test_a_tile_for_another_number_of_weights_is_refused():
         ({"pipeline_depth": 1}, "at least 2"),
         ({"pipeline_depth": 7}, "shared memory"),
         ({"in_flight": 2}, "0 or 1"),
+        ({"narrow_cols": -1}, "or 0"),
+        ({"tile_n": 64, "narrow_cols": 1}, "128 or 192"),
     ],
 )
 def test_tiles_state_the_hardware_limit(fields, message):

@@ -1,5 +1,5 @@
 """Matrix products with fused epilogues."""
 
-from pallas_kernels.gemm.api import gated_gemm, gemm
+from pallas_kernels.gemm.api import gated_gemm, gemm, grouped_gemm
 
-__all__ = ["gated_gemm", "gemm"]
+__all__ = ["gated_gemm", "gemm", "grouped_gemm"]

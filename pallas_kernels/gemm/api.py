@@ -14,7 +14,6 @@ from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
 from pallas_kernels.gemm.tiles import tile_for
 
-
 ROWS = 8  # A swizzled copy takes rows in multiples of 8.
 MAX_GROUPS = 8
 
@@ -184,7 +183,10 @@ def grouped_gemm(
         return [xla.gemm(x, w, bias, r, **options) for x, r in zip(xs, added, strict=True)]
 
     candidates = {"mosaic_gpu": _on_hopper("grouped_gemm", implementation, run), "xla": by_xla}
-    return dispatch.dispatch("grouped_gemm", implementation, candidates)
+    options = {"w": w, "w_gate": w_gate, "bias": bias, "activation": activation, "scale": scale}
+    for name, arrays in (("x", xs), ("residual", residuals or [])):
+        options |= {f"{name}{i}": array for i, array in enumerate(arrays)}
+    return dispatch.dispatch("grouped_gemm", implementation, candidates, options)
 
 
 def _on_hopper(kernel, implementation, run):
@@ -205,7 +207,13 @@ def _run(xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile
     rows = [math.prod(shape) for shape in shapes]
     if tile is None:
         tile = tile_for(
-            tuple(rows), n, k, gated=epilogue.gated, ctas=ctas, num_sms=dispatch.num_sms()
+            tuple(rows),
+            n,
+            k,
+            gated=epilogue.gated,
+            heavy=residuals is not None or epilogue.activation is not None,
+            ctas=ctas,
+            num_sms=dispatch.num_sms(),
         )
     results = _matmul(
         tuple(_padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
@@ -228,7 +236,9 @@ def _padded(x):
 
 
 # One launch is traced and lowered once for all its uses in a program.
-_matmul = jax.jit(mosaic_gpu.matmul, static_argnames=("epilogue", "tile", "ctas", "name"))
+_matmul = jax.jit(
+    mosaic_gpu.matmul, static_argnames=("epilogue", "tile", "ctas", "name", "emulated")
+)
 
 
 def check_groups(xs, residuals, *, gated: bool, plain: bool) -> None:

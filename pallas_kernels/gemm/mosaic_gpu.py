@@ -6,13 +6,18 @@ of a tile stops them. The two multiplying warpgroups either take alternate tiles
 epilogue runs beside the other's products) or halves of the same tile ("cooperative": half the
 operand traffic per product). CTAs may form clusters of two that share one operand by multicast.
 
+The result is a list of segments, rectangles of equal tiles: one per input that shares the weight,
+and where the last columns are narrower tiles, one more for each. A CTA's share of the list runs on
+from segment to segment.
+
 Edges: TMA fills with zeros what lies beyond an operand and clips what lies beyond the result, so M,
-N and K need not divide by the tile: M must be a multiple of 8, K and N of 64. Not here: batched or
-grouped products, quantised types.
+N and K need not divide by the tile: M must be a multiple of 8, K and N of 64. Not here: products
+with a weight for each input, quantised types.
 """
 
+import dataclasses
+import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,7 +52,9 @@ class Tile:
       store_slots: Buffers of one piece each between accumulator and result, per warpgroup.
       raster_width: Height, in (cluster) tiles, of the bands of rows in which tiles are visited.
       in_flight: Steps whose products may still run when the next are issued: with 0 a slot is free
-    one step earlier.
+        one step earlier.
+      narrow_cols: How many columns of tiles are 64 narrower. They come last in every CTA's share,
+        fill the columns that the others leave, and even out the last wave.
     """
 
     tile_m: int = 128
@@ -60,6 +67,7 @@ class Tile:
     store_slots: int = 2
     raster_width: int = 8
     in_flight: int = 1
+    narrow_cols: int = 0
 
     def __post_init__(self):
         """Checks what WGMMA, TMA and the register file allow."""
@@ -90,6 +98,11 @@ class Tile:
                 f"Tile(pipeline_depth={self.pipeline_depth}, store_slots={self.store_slots}, "
                 f"raster_width={self.raster_width}): at least 2, 1 and 1 are needed; raise them"
             )
+        if self.narrow_cols < 0 or (self.narrow_cols and self.tile_n not in (128, 192)):
+            raise ValueError(
+                f"Tile(tile_n={self.tile_n}, narrow_cols={self.narrow_cols}): tiles of 128 or 192 "
+                "columns have narrower ones of 64 or 128; choose such a tile, or 0"
+            )
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(
                 f"{self}: needs {self.smem_bytes} bytes of shared memory; an SM has {SMEM_BYTES}; "
@@ -105,7 +118,13 @@ class Tile:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA for 16-bit types, barriers included."""
         ring = self.pipeline_depth * (self.block_m + self.weights * self.tile_n) * self.tile_k
-        return 2 * (ring + CONSUMERS * self.store_slots * PIECE * PIECE) + 1024
+        pieces = CONSUMERS * self.store_slots * PIECE * PIECE
+        return 2 * (ring + pieces + CONSUMERS * self.tile_n) + 1024
+
+    @property
+    def narrow_n(self) -> int:
+        """Columns of a narrow tile."""
+        return self.tile_n - PIECE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +137,53 @@ class Epilogue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything static about one launch."""
+class Segment:
+    """Equal tiles side by side and one below the other: a part of one input's result.
 
-    m: int
+    Attributes:
+      group: Which input.
+      first: Tiles, or clusters of them, that come before in the list of all.
+      rows: Tiles, or clusters of them, from top to bottom.
+      cols: The same from left to right.
+      first_col: Column of the result where it begins.
+      width: Columns of a tile.
+      narrow: Whether that is the narrow width.
+    """
+
+    group: int
+    first: int
+    rows: int
+    cols: int
+    first_col: int
+    width: int
+    narrow: bool
+
+    @property
+    def end(self) -> int:
+        """Tiles that come before the next segment."""
+        return self.first + self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything static about one launch; `ms` are the rows of each input.
+
+    `emulated` is for jax's interpreter, whose race detector takes two rings in the same memory for
+    one buffer, whatever the slots: there they lie apart.
+    """
+
+    ms: tuple[int, ...]
     n: int
     k: int
     ctas: int
     tile: Tile
     epilogue: Epilogue
+    emulated: bool = False
+
+    @property
+    def m(self) -> int:
+        """Rows of all inputs."""
+        return sum(self.ms)
 
     @property
     def cluster_m(self) -> int:
@@ -149,14 +206,35 @@ class Plan:
         return 2 if self.epilogue.gated else 1
 
     @property
-    def rows(self) -> int:
-        """Tiles, or clusters of them, from top to bottom."""
-        return pl.cdiv(self.m, self.tile.block_m * self.cluster_m)
+    def segments(self) -> list[Segment]:
+        """The parts of the result in the order in which they are computed, wide tiles first."""
+        tile, found, first = self.tile, [], 0
+        rest = self.n - tile.narrow_cols * tile.narrow_n
+        wide_cols = pl.cdiv(rest, tile.tile_n * self.cluster_n)
+        parts = [(False, wide_cols, 0, tile.tile_n)]
+        if tile.narrow_cols:
+            cols = pl.cdiv(tile.narrow_cols, self.cluster_n)
+            start = wide_cols * tile.tile_n * self.cluster_n
+            parts.append((True, cols, start, tile.narrow_n))
+        for narrow, cols, start, width in parts:
+            for group, m in enumerate(self.ms):
+                segment = Segment(
+                    group=group,
+                    first=first,
+                    rows=pl.cdiv(m, tile.block_m * self.cluster_m),
+                    cols=cols,
+                    first_col=start,
+                    width=width,
+                    narrow=narrow,
+                )
+                found.append(segment)
+                first = segment.end
+        return found
 
     @property
-    def cols(self) -> int:
-        """Tiles, or clusters of them, from left to right."""
-        return pl.cdiv(self.n, self.tile.tile_n * self.cluster_n)
+    def total(self) -> int:
+        """Tiles, or clusters of them, of all segments."""
+        return self.segments[-1].end
 
     @property
     def steps(self) -> int:
@@ -168,75 +246,91 @@ class Plan:
         """Whether warpgroups take alternate tiles."""
         return self.tile.schedule == "pingpong"
 
-    @property
-    def slots(self) -> int:
-        """Store buffers in use; they divide the pieces: a slot was last used `slots` stores ago."""
-        return math.gcd(self.tile.store_slots, len(self.pieces))
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """First row and column of each piece of a warpgroup's part of the result."""
-        return list(
-            itertools.product(range(0, self.tile.tile_m, PIECE), range(0, self.tile.tile_n, PIECE))
-        )
+    def pieces(self, width: int) -> list[tuple[int, int]]:
+        """First row and column of each piece of a warpgroup's part of a tile."""
+        return list(itertools.product(range(0, self.tile.tile_m, PIECE), range(0, width, PIECE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refs:
-    """The references a CTA works on; absent operands are None."""
+    """The references a CTA works on; absent operands are None.
 
-    x: Any
+    The narrow tiles' weight slots lie where the wide ones' do.
+    """
+
+    xs: tuple[Any, ...]
     weights: tuple[Any, ...]
     bias: Any
-    residual: Any
-    out: Any
+    residuals: tuple[Any, ...] | None
+    outs: tuple[Any, ...]
     x_slots: Any
     w_slots: tuple[Any, ...]
+    narrow_slots: tuple[Any, ...]
     out_slots: Any
+    bias_slots: Any
     full: Any
     empty: Any
+    bias_arrived: Any
     arrived: Any
 
 
 def matmul(
-    x: Float[Array, "M K"],
+    xs: tuple[Float[Array, "_ K"], ...],
     weights: tuple[Float[Array, "K N"], ...],
     bias: Float[Array, " N"] | None,
-    residual: Float[Array, "M N"] | None,
+    residuals: tuple[Float[Array, "_ N"], ...] | None,
     *,
     epilogue: Epilogue,
     tile: Tile,
     ctas: int,
     name: str = "pbjax_gemm",
-) -> Float[Array, "M N"]:
+    emulated: bool = False,
+) -> tuple[Float[Array, "_ N"], ...]:
     """Runs the kernel on `ctas` SMs. `weights` is (w,), or (w_gate, w) for a gated product."""
-    plan = make_plan(x, weights[0], epilogue, tile, ctas)
-    operands = [a for a in (x, *weights, bias, residual) if a is not None]
-    absent = (bias is None, residual is None)
+    plan = make_plan(xs, weights[0], epilogue, tile, ctas)
+    plan = dataclasses.replace(plan, emulated=emulated)
+    operands = [*xs, *weights, *([] if bias is None else [bias]), *(residuals or ())]
+    absent = (bias is None, residuals is None)
     return launch(
         lambda *refs: run_cta(plan, name_refs(plan, refs, *absent)),
         plan,
         operands,
-        jax.ShapeDtypeStruct((plan.m, plan.n), x.dtype),
-        scratch(plan, x.dtype, residual is not None),
+        tuple(jax.ShapeDtypeStruct((m, plan.n), xs[0].dtype) for m in plan.ms),
+        scratch(plan, xs[0].dtype, residuals is not None),
         name,
     )
 
 
 def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) -> Refs:
-    """Gives the references of a launch, operands, result and scratch, their names."""
-    remaining = iter(refs)
+    """Gives the references of a launch, operands, results and scratch, their names."""
+    remaining, groups = iter(refs), len(plan.ms)
+
+    def take(count: int) -> tuple[Any, ...]:
+        return tuple(next(remaining) for _ in range(count))
+
+    xs, weights = take(groups), take(plan.weights)
+    bias = None if no_bias else next(remaining)
+    residuals = None if no_residual else take(groups)
+    outs, x_slots, w_slots = take(groups), next(remaining), take(plan.weights)
+    narrow_slots = ()
+    if plan.tile.narrow_cols and plan.emulated:
+        narrow_slots = take(plan.weights)
+    elif plan.tile.narrow_cols:
+        w_slots, narrow_slots = zip(*w_slots, strict=True)
     return Refs(
-        x=next(remaining),
-        weights=tuple(next(remaining) for _ in range(plan.weights)),
-        bias=None if no_bias else next(remaining),
-        residual=None if no_residual else next(remaining),
-        out=next(remaining),
-        x_slots=next(remaining),
-        w_slots=tuple(next(remaining) for _ in range(plan.weights)),
+        xs=xs,
+        weights=weights,
+        bias=bias,
+        residuals=residuals,
+        outs=outs,
+        x_slots=x_slots,
+        w_slots=w_slots,
+        narrow_slots=narrow_slots,
         out_slots=next(remaining),
+        bias_slots=next(remaining),
         full=next(remaining),
         empty=next(remaining),
+        bias_arrived=next(remaining),
         arrived=None if no_residual else next(remaining),
     )
 
@@ -267,18 +361,27 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
         empty = plgpu.Barrier(**releases)
     else:
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **releases)
+    w_slots = [plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights
+    if tile.narrow_cols:
+        # As many bytes a slot, so that slots begin at the same places; the first rows are used.
+        rows = tile.tile_k * tile.tile_n // tile.narrow_n
+        narrow = [plgpu.SMEM((depth, rows, tile.narrow_n), dtype)] * plan.weights
+        both = zip(w_slots, narrow, strict=True)
+        w_slots = w_slots + narrow if plan.emulated else [plgpu.RefUnion(*pair) for pair in both]
     slots = [
         plgpu.SMEM((depth, tile.block_m, tile.tile_k), dtype),
-        *[plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights,
-        plgpu.SMEM((CONSUMERS, plan.slots, PIECE, PIECE), dtype),
+        *w_slots,
+        plgpu.SMEM((CONSUMERS, tile.store_slots, PIECE, PIECE), dtype),
+        plgpu.SMEM((CONSUMERS, tile.tile_n), dtype),
         plgpu.Barrier(
             num_arrivals=1 + plan.weights,
             num_barriers=depth * (CONSUMERS if plan.pingpong else 1),
         ),
         empty,
+        plgpu.Barrier(num_barriers=CONSUMERS),
     ]
     if with_residual:
-        slots.append(plgpu.Barrier(num_barriers=CONSUMERS * plan.slots))
+        slots.append(plgpu.Barrier(num_barriers=CONSUMERS * tile.store_slots))
     return slots
 
 
@@ -299,39 +402,50 @@ def run_cta(plan: Plan, refs: Refs, registers: tuple[int, int] = REGISTERS) -> N
 
 def load(plan: Plan, refs: Refs, worker) -> None:
     """The copying warpgroup: all steps of all tiles of this CTA, as one stream through the ring."""
-    tile, depth = plan.tile, plan.tile.pipeline_depth
-    x_axes = "cluster" if tile.cluster == "n" else None
-    w_axes = "cluster" if tile.cluster == "m" else None
-
-    @pl.loop(0, share(plan.rows * plan.cols, worker, plan.workers))
-    def _(i):
-        row, col = origin(plan, worker, i)
-        turn = lax.rem(i, jnp.int32(CONSUMERS)) * depth if plan.pingpong else 0
-
-        @pl.loop(0, plan.steps)
-        def _(step):
-            slot = lax.rem(i * plan.steps + step, jnp.int32(depth))
-            full = refs.full.at[turn + slot]
-            k = pl.ds(step * tile.tile_k, tile.tile_k)
-            plgpu.barrier_wait(refs.empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                refs.x.at[pl.ds(row, tile.block_m), k],
-                refs.x_slots.at[slot],
-                full,
-                collective_axes=x_axes,
-            )
-            for weight, slots in zip(refs.weights, refs.w_slots, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    weight.at[k, pl.ds(col, tile.tile_n)],
-                    slots.at[slot],
-                    full,
-                    collective_axes=w_axes,
-                )
+    for segment in plan.segments:
+        pl.loop(*span(plan, segment, worker))(
+            functools.partial(load_tile, plan, refs, segment, worker)
+        )
 
     # No arrival may be left unobserved: in a cluster this also keeps the CTA alive until its
     # partner has sent all.
-    for slot in range(depth):
+    for slot in range(plan.tile.pipeline_depth):
         plgpu.barrier_wait(refs.empty.at[slot])
+
+
+def load_tile(plan: Plan, refs: Refs, segment: Segment, worker, i) -> None:
+    """Copies the operands of a CTA's i-th tile, step by step."""
+    tile, depth = plan.tile, plan.tile.pipeline_depth
+    x_axes = "cluster" if tile.cluster == "n" else None
+    w_axes = "cluster" if tile.cluster == "m" else None
+    row, col = origin(plan, segment, worker, i)
+    turn = lax.rem(i, jnp.int32(CONSUMERS)) * depth if plan.pingpong else 0
+
+    @pl.loop(0, plan.steps)
+    def _(step):
+        slot = lax.rem(i * plan.steps + step, jnp.int32(depth))
+        full = refs.full.at[turn + slot]
+        k = pl.ds(step * tile.tile_k, tile.tile_k)
+        plgpu.barrier_wait(refs.empty.at[slot])
+        plgpu.copy_gmem_to_smem(
+            refs.xs[segment.group].at[pl.ds(row, tile.block_m), k],
+            refs.x_slots.at[slot],
+            full,
+            collective_axes=x_axes,
+        )
+        for weight, target in zip(
+            refs.weights, weight_slots(plan, refs, segment, slot), strict=True
+        ):
+            plgpu.copy_gmem_to_smem(
+                weight.at[k, pl.ds(col, segment.width)], target, full, collective_axes=w_axes
+            )
+
+
+def weight_slots(plan: Plan, refs: Refs, segment: Segment, slot) -> list[Any]:
+    """Where the weights of one step lie, for tiles as wide as the segment's."""
+    if segment.narrow:
+        return [ring.at[slot, pl.ds(0, plan.tile.tile_k)] for ring in refs.narrow_slots]
+    return [ring.at[slot] for ring in refs.w_slots]
 
 
 def multiply(plan: Plan, refs: Refs, wg, worker) -> None:
@@ -341,28 +455,40 @@ def multiply(plan: Plan, refs: Refs, wg, worker) -> None:
             pl.when(wg == 0)(lambda slot=slot: plgpu.barrier_arrive(refs.empty.at[slot]))
         else:
             plgpu.barrier_arrive(refs.empty.at[slot])
-    tiles = share(plan.rows * plan.cols, worker, plan.workers)
-    turns = lax.div(tiles + 1 - wg, jnp.int32(CONSUMERS)) if plan.pingpong else tiles
-
-    @pl.loop(0, turns)
-    def _(turn):
-        i = turn * CONSUMERS + wg if plan.pingpong else turn
-        row, col = origin(plan, worker, i)
-        if not plan.pingpong:
-            row += wg * plan.tile.tile_m
-        if refs.residual is not None:
-            for piece in range(plan.slots):
-                fetch_residual(plan, refs, wg, row, col, piece)
-        products = pl.run_scoped(
-            lambda *accs: accumulate(plan, refs, accs, wg, i),
-            *[plgpu.ACC((plan.tile.tile_m, plan.tile.tile_n))] * plan.weights,
-        )
-        store(plan, refs, products, wg, row, col)
+    for segment in plan.segments:
+        start, stop = span(plan, segment, worker)
+        if plan.pingpong:  # Tile i is warpgroup i % 2's.
+            start, stop = (lax.div(i + 1 - wg, jnp.int32(CONSUMERS)) for i in (start, stop))
+        pl.loop(start, stop)(functools.partial(multiply_tile, plan, refs, segment, wg, worker))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def accumulate(plan: Plan, refs: Refs, accs, wg, i):
+def multiply_tile(plan: Plan, refs: Refs, segment: Segment, wg, worker, turn) -> None:
+    """One tile, or a warpgroup's half of it: products, epilogue, store."""
+    tile = plan.tile
+    i = turn * CONSUMERS + wg if plan.pingpong else turn
+    row, col = origin(plan, segment, worker, i)
+    if not plan.pingpong:
+        row += wg * tile.tile_m
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # All buffers of stores are free.
+    if refs.bias is not None:
+        plgpu.copy_gmem_to_smem(
+            refs.bias.at[pl.ds(col, segment.width)],
+            refs.bias_slots.at[wg, pl.ds(0, segment.width)],
+            refs.bias_arrived.at[wg],
+        )
+    if refs.residuals is not None:
+        for piece in range(min(tile.store_slots, len(plan.pieces(segment.width)))):
+            fetch_residual(plan, refs, segment, wg, row, col, piece)
+    products = pl.run_scoped(
+        lambda *accs: accumulate(plan, refs, segment, accs, wg, i),
+        *[plgpu.ACC((tile.tile_m, segment.width))] * plan.weights,
+    )
+    store(plan, refs, segment, products, wg, row, col)
+
+
+def accumulate(plan: Plan, refs: Refs, segment: Segment, accs, wg, i):
     """The products of one tile; returns the value of each weight's accumulator."""
     tile, depth, steps = plan.tile, plan.tile.pipeline_depth, plan.steps
     first_row = 0 if plan.pingpong else wg * tile.tile_m
@@ -373,8 +499,8 @@ def accumulate(plan: Plan, refs: Refs, accs, wg, i):
         slot = lax.rem(i * steps + step, jnp.int32(depth))
         plgpu.barrier_wait(refs.full.at[turn + slot])
         x = refs.x_slots.at[slot, pl.ds(first_row, tile.tile_m)]
-        for acc, weight in zip(accs, refs.w_slots, strict=True):
-            plgpu.wgmma(acc, x, weight.at[slot])
+        for acc, weight in zip(accs, weight_slots(plan, refs, segment, slot), strict=True):
+            plgpu.wgmma(acc, x, weight)
         plgpu.wgmma_wait(tile.in_flight * len(accs))  # The steps before have read their slots.
         done = step - tile.in_flight
         slot = lax.rem(i * steps + done, jnp.int32(depth))
@@ -386,37 +512,41 @@ def accumulate(plan: Plan, refs: Refs, accs, wg, i):
     return products
 
 
-def store(plan: Plan, refs: Refs, products, wg, row, col) -> None:
+def store(plan: Plan, refs: Refs, segment: Segment, products, wg, row, col) -> None:
     """Epilogue and store of one tile, piece by piece."""
-    slots = plan.slots
-    for piece, (r, c) in enumerate(plan.pieces):
+    slots, pieces = plan.tile.store_slots, plan.pieces(segment.width)
+    if refs.bias is not None:
+        plgpu.barrier_wait(refs.bias_arrived.at[wg])
+    for piece, (r, c) in enumerate(pieces):
         slot = piece % slots
-        if refs.residual is not None:
+        if refs.residuals is not None:
             plgpu.barrier_wait(refs.arrived.at[wg * slots + slot])
-        else:
+        elif piece >= slots:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         out_slot = refs.out_slots.at[wg, slot]
         out_slot[...] = finish(
-            plan, refs, [y[r : r + PIECE, c : c + PIECE] for y in products], col + c, out_slot
-        ).astype(refs.out.dtype)
+            plan, refs, [y[r : r + PIECE, c : c + PIECE] for y in products], (wg, c), out_slot
+        ).astype(out_slot.dtype)
         plgpu.commit_smem()
-        target = refs.out.at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
+        target = refs.outs[segment.group].at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
         plgpu.copy_smem_to_gmem(out_slot, target)
         # The store just issued is still reading its slot: fetch into the one before, where there
         # are two.
         upcoming = piece - min(1, slots - 1) + slots
-        if refs.residual is not None and slots <= upcoming < len(plan.pieces):
-            fetch_residual(plan, refs, wg, row, col, upcoming)
+        if refs.residuals is not None and slots <= upcoming < len(pieces):
+            plgpu.wait_smem_to_gmem(min(1, slots - 1), wait_read_only=True)
+            fetch_residual(plan, refs, segment, wg, row, col, upcoming)
 
 
-def finish(plan: Plan, refs: Refs, products, col, residual):
+def finish(plan: Plan, refs: Refs, products, place, residual):
     """The value of one piece in f32: residual + scale * activation(products + bias)."""
     epilogue, value = plan.epilogue, products[-1]
     if refs.bias is not None:
-        # A piece beyond the last column is clipped when stored: only its addresses matter.
-        first = jnp.minimum(col, plan.n - PIECE)
+        wg, col = place
         bias = plgpu.load(
-            refs.bias.at[pl.ds(first, PIECE)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+            refs.bias_slots.at[wg, pl.ds(col, PIECE)],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+            optimized=False,
         )
         value += lax.broadcast_in_dim(bias.astype(jnp.float32), value.shape, [1])
     if epilogue.gated:
@@ -426,33 +556,49 @@ def finish(plan: Plan, refs: Refs, products, col, residual):
         value = ACTIVATIONS[epilogue.activation](value)
     if epilogue.scale != 1.0:
         value *= epilogue.scale
-    if refs.residual is not None:
+    if refs.residuals is not None:
         value += plgpu.load(residual, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     return value
 
 
-def fetch_residual(plan: Plan, refs: Refs, wg, row, col, piece: int) -> None:
+def fetch_residual(plan: Plan, refs: Refs, segment: Segment, wg, row, col, piece: int) -> None:
     """Copies a piece of the residual to where the result of that piece will be put."""
-    slots = plan.slots
-    r, c = plan.pieces[piece]
-    plgpu.wait_smem_to_gmem(0 if piece < slots else min(1, slots - 1), wait_read_only=True)
+    slots = plan.tile.store_slots
+    r, c = plan.pieces(segment.width)[piece]
     plgpu.copy_gmem_to_smem(
-        refs.residual.at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)],
+        refs.residuals[segment.group].at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)],
         refs.out_slots.at[wg, piece % slots],
         refs.arrived.at[wg * slots + piece % slots],
     )
 
 
-def origin(plan: Plan, worker, i):
-    """First row and column, in the result, of a CTA's i-th tile."""
+def origin(plan: Plan, segment: Segment, worker, i):
+    """First row and column, in the result, of a CTA's i-th tile, which is of the segment."""
+    tile = worker + i * plan.workers
+    if plan.tile.narrow_cols:  # The last wave begins with the workers that had narrow tiles.
+        last = i * plan.workers + plan.workers - 1 - worker
+        tile = jnp.where(i < plan.total // plan.workers, tile, last)
     im, jn = plgpu.planar_snake(
-        worker + i * plan.workers, (plan.rows, plan.cols), 0, plan.tile.raster_width
+        tile - segment.first, (segment.rows, segment.cols), 0, plan.tile.raster_width
     )
     if plan.tile.cluster == "m":
         im = im * 2 + lax.axis_index("cluster")
     if plan.tile.cluster == "n":
         jn = jn * 2 + lax.axis_index("cluster")
-    return im * plan.tile.block_m, jn * plan.tile.tile_n
+    return im * plan.tile.block_m, segment.first_col + jn * segment.width
+
+
+def span(plan: Plan, segment: Segment, worker):
+    """The first of a worker's tiles that is of the segment, and the first that is beyond it."""
+    return tuple(taken(plan, total, worker) for total in (segment.first, segment.end))
+
+
+def taken(plan: Plan, total: int, worker):
+    """How many of the first `total` tiles fall to a worker."""
+    waves, rest = divmod(total, plan.workers)
+    if plan.tile.narrow_cols and waves == plan.total // plan.workers:
+        return waves + (plan.workers - 1 - worker < rest).astype(jnp.int32)
+    return share(total, worker, plan.workers)
 
 
 def share(total: int, me, workers: int):
@@ -460,19 +606,20 @@ def share(total: int, me, workers: int):
     return lax.div(total - 1 - me + workers, jnp.int32(workers))
 
 
-def make_plan(x, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
+def make_plan(xs, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
     """Gathers what is static about a launch; refuses operands that WGMMA or TMA cannot take."""
-    (m, k), n = x.shape, weight.shape[1]
+    xs = xs if isinstance(xs, tuple) else (xs,)
+    x, (k, n) = xs[0], weight.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"gemm(x: {x.dtype}): WGMMA multiplies bfloat16 and float16 here; cast, or use "
             "implementation='xla'"
         )
-    if m % 8 or n % PIECE or k % PIECE:
+    if any(x.shape[0] % 8 for x in xs) or n % PIECE or k % PIECE:
         raise NotImplementedError(
-            f"gemm(x: {x.shape}, w: {weight.shape}): a swizzled copy takes 8 rows of 64 elements "
-            "at a time; M must be a multiple of 8, K and N of 64; pad them, or use "
-            "implementation='xla'"
+            f"gemm(x: {', '.join(str(x.shape) for x in xs)}, w: {weight.shape}): a swizzled copy "
+            "takes 8 rows of 64 elements at a time; M must be a multiple of 8, K and N of 64; pad "
+            "them, or use implementation='xla'"
         )
     if tile.weights != (2 if epilogue.gated else 1):
         raise ValueError(
@@ -483,4 +630,9 @@ def make_plan(x, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
         raise NotImplementedError(
             f"gemm(sm_budget={ctas}): a tile with clusters needs two SMs; choose a tile without"
         )
-    return Plan(m=m, n=n, k=k, ctas=ctas, tile=tile, epilogue=epilogue)
+    if tile.narrow_cols * tile.narrow_n >= n:
+        raise ValueError(
+            f"gemm(n={n}, tile={tile}): the narrow tiles leave no column; lower narrow_cols"
+        )
+    ms = tuple(x.shape[0] for x in xs)
+    return Plan(ms=ms, n=n, k=k, ctas=ctas, tile=tile, epilogue=epilogue)

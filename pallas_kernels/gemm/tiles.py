@@ -3,56 +3,95 @@
 import dataclasses
 from dataclasses import dataclass
 
-from pallas_kernels.gemm.mosaic_gpu import Tile
+import jax.experimental.pallas as pl
+import numpy as np
+
+from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
+
+MAX_NARROW_COLS = 12
+RATED_SMS = 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A tile, the rate it reaches where tiles fill the SMs, and what a tile costs beside its steps.
 
-    Rates are TFLOP/s on 132 SMs; overhead is in steps of tile_k. Both were fitted to 22 shapes,
+    Rates are TFLOP/s on 132 SMs, of the tile and of its narrow ones. Overheads are in steps of
+    tile_k: of every tile, and what a residual or an activation adds. They were fitted to 23 shapes,
     docs/kernels.md.
     """
 
     tile: Tile
     rate: float
     overhead: float
+    heavy_overhead: float = 0.0
+    narrow_rate: float = 750.0
 
 
 _PLAIN = (
-    _Candidate(tile=Tile(cluster="m"), rate=800.0, overhead=1.3),
     _Candidate(
-        tile=Tile(tile_n=192, pipeline_depth=4, cluster="m", store_slots=3),
-        rate=830.0,
-        overhead=0.5,
+        tile=Tile(pipeline_depth=5, cluster="m", store_slots=4),
+        rate=785.0,
+        overhead=0.8,
+        heavy_overhead=1.0,
     ),
     _Candidate(
-        tile=Tile(pipeline_depth=4, schedule="cooperative", cluster="n", in_flight=0),
-        rate=845.0,
-        overhead=1.9,
+        tile=Tile(tile_n=192, pipeline_depth=4, cluster="m", store_slots=4),
+        rate=810.0,
+        overhead=0.4,
+        heavy_overhead=0.8,
+    ),
+    _Candidate(
+        tile=Tile(tile_m=64, tile_n=256, pipeline_depth=4, schedule="cooperative", cluster="m"),
+        rate=838.0,
+        overhead=2.8,
+        heavy_overhead=4.0,
     ),
 )
-# A cooperative tile for gated products compiles clean too, but has not been timed.
 _GATED = (
     _Candidate(
         tile=Tile(tile_m=64, pipeline_depth=5, weights=2, cluster="m", store_slots=1),
-        rate=790.0,
+        rate=760.0,
+        overhead=1.0,
+    ),
+    _Candidate(
+        tile=Tile(
+            tile_m=64,
+            pipeline_depth=4,
+            weights=2,
+            schedule="cooperative",
+            cluster="m",
+            in_flight=0,
+        ),
+        rate=815.0,
         overhead=1.0,
     ),
 )
+# Narrow tiles come after all wide ones: inputs that the L2 cache cannot hold are then read again.
+KEPT_BYTES, READ_BYTES_PER_S = 20e6, 3.5e12
 
 
-def tile_for(m: int, n: int, k: int, *, gated: bool, ctas: int, num_sms: int) -> Tile:
+def tile_for(
+    ms: tuple[int, ...],
+    n: int,
+    k: int,
+    *,
+    gated: bool,
+    heavy: bool,
+    ctas: int,
+    num_sms: int,
+) -> Tile:
     """Chooses the tile with the shortest predicted time.
 
     Clusters are used only with every SM: beside another kernel, whose CTAs stand on single SMs,
     pairs of free neighbours are rare, and a second wave costs more than multicast saves.
 
     Args:
-      m: Rows of the input.
+      ms: Rows of each input.
       n: Columns of the result.
-      k: Columns of the input.
+      k: Columns of the inputs.
       gated: Whether two weights are multiplied.
+      heavy: Whether the epilogue adds a residual or applies an activation.
       ctas: SMs to fill.
       num_sms: SMs of the device.
 
@@ -60,25 +99,46 @@ def tile_for(m: int, n: int, k: int, *, gated: bool, ctas: int, num_sms: int) ->
       The tile.
     """
     clusters = ctas == num_sms and ctas % 2 == 0
-    tiles = [
-        (predicted_time(c, m, n, k, ctas, clusters), c.tile) for c in (_GATED if gated else _PLAIN)
+    candidates = [
+        dataclasses.replace(candidate, tile=tile)
+        for candidate in (_GATED if gated else _PLAIN)
+        for tile in _variants(candidate.tile, n, clusters)
     ]
-    tile = min(tiles, key=lambda timed: timed[0])[1]
-    return tile if clusters else dataclasses.replace(tile, cluster=None)
+    return min(candidates, key=lambda c: predicted_time(c, ms, n, k, heavy=heavy, ctas=ctas)).tile
+
+
+def _variants(tile: Tile, n: int, clusters: bool) -> list[Tile]:
+    """The tile, and with the numbers of narrow columns that fill the rest of n exactly."""
+    if not clusters:
+        tile = dataclasses.replace(tile, cluster=None)
+    found = [tile]
+    if tile.tile_n == 192 and tile.weights == 1:
+        for narrow_cols in range(1, MAX_NARROW_COLS + 1):
+            wide = n - narrow_cols * tile.narrow_n
+            if wide > 0 and wide % tile.tile_n == 0:
+                found.append(dataclasses.replace(tile, narrow_cols=narrow_cols))
+    return found
 
 
 def predicted_time(
-    candidate: _Candidate, m: int, n: int, k: int, ctas: int, clusters: bool
+    candidate: _Candidate, ms: tuple[int, ...], n: int, k: int, *, heavy: bool, ctas: int
 ) -> float:
-    """Waves times the work of one tile over its rate; in no unit that matters."""
+    """When the last CTA ends: the work of its tiles over their rate, in microseconds."""
     tile = candidate.tile
-    rows, cols, workers = tile.block_m, tile.tile_n, ctas
-    if clusters:
-        rows, cols, workers = (
-            rows * (1 + (tile.cluster == "m")),
-            cols * (1 + (tile.cluster == "n")),
-            ctas // 2,
-        )
-    waves = -(-(-(-m // rows) * -(-n // cols)) // workers)
-    steps = -(-k // tile.tile_k) + candidate.overhead
-    return waves * tile.block_m * tile.tile_n * tile.weights * steps / candidate.rate
+    plan = Plan(ms=ms, n=n, k=k, ctas=ctas, tile=tile, epilogue=Epilogue())
+    steps = plan.steps + candidate.overhead + heavy * candidate.heavy_overhead
+    flops = 2 * tile.block_m * tile.weights * steps * tile.tile_k  # Of a column of a tile.
+    costs = np.zeros(pl.cdiv(plan.total, plan.workers) * plan.workers)
+    for segment in plan.segments:
+        rate = candidate.narrow_rate if segment.narrow else candidate.rate
+        rate *= 1e6 / RATED_SMS  # FLOP/us of one SM.
+        costs[segment.first : segment.end] = flops * segment.width / rate
+    again = 2 * sum(ms) * k
+    if tile.narrow_cols and again > KEPT_BYTES:
+        start = next(segment.first for segment in plan.segments if segment.narrow)
+        share = 1e6 * again / READ_BYTES_PER_S / (costs[start:].sum() / plan.workers)
+        costs[start:] *= max(1 + share / 6, share)
+    waves = costs.reshape(-1, plan.workers)
+    if tile.narrow_cols and plan.total % plan.workers:  # As mosaic_gpu.origin has it.
+        waves[-1] = waves[-1, ::-1]
+    return float(waves.sum(axis=0).max())
