@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NumericError,
     )
     from models.gpt2 import GPT2Config, GPT2Model
+    from models.kernels import Kernels, with_kernels
     from models.lasr import LasrModel
     from models.lasr_config import LasrConfig
     from models.layers import CausalOutput
@@ -68,6 +69,7 @@ _MODULES = {
     "GPT2Model": "gpt2",
     "InputError": "errors",
     "KeyMismatchError": "errors",
+    "Kernels": "kernels",
     "LasrConfig": "lasr_config",
     "LasrModel": "lasr",
     "LlamaConfig": "llama",
@@ -88,6 +90,7 @@ _MODULES = {
     "load_stop_tokens": "companions",
     "load_tokenizer": "checkpoint",
     "load_vocabulary": "companions",
+    "with_kernels": "kernels",
 }
 
 __all__ = [
@@ -108,6 +111,7 @@ __all__ = [
     "GPT2Config",
     "GPT2Model",
     "InputError",
+    "Kernels",
     "KeyMismatchError",
     "LasrConfig",
     "LasrModel",
@@ -129,6 +133,7 @@ __all__ = [
     "load_stop_tokens",
     "load_tokenizer",
     "load_vocabulary",
+    "with_kernels",
 ]
 
 

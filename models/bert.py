@@ -31,6 +31,8 @@ from models.layers import (
     linear,
     look_up,
 )
+from models.outputs import register_output
+from models.segments import segment_keys
 
 # For each class that may have saved the file: whether it always holds a pooler.
 ARCHITECTURES = {
@@ -156,6 +158,7 @@ class BertConfig:
         return config
 
 
+@register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertOutput:
     """What a BERT encoder returns, under Hugging Face's names.
@@ -167,22 +170,6 @@ class BertOutput:
 
     last_hidden_state: Float[Array, "B T D"]
     pooler_output: Float[Array, "B D"] | None
-
-
-def _flatten_output(output: BertOutput):
-    names = ("last_hidden_state", "pooler_output")
-    return tuple((jax.tree_util.GetAttrKey(name), getattr(output, name)) for name in names), None
-
-
-def _unflatten_output(_, children) -> BertOutput:
-    # Not by the constructor: jax also puts shapes, axes and None into a tree.
-    output = object.__new__(BertOutput)
-    object.__setattr__(output, "last_hidden_state", children[0])
-    object.__setattr__(output, "pooler_output", children[1])
-    return output
-
-
-jax.tree_util.register_pytree_with_keys(BertOutput, _flatten_output, _unflatten_output)
 
 
 class BertEmbeddings(nnx.Module):
@@ -339,6 +326,35 @@ class BertModel(nnx.Module):
         for layer in self.layers:
             states.append(layer(states[-1], keys))
         return states if packing is None else [packing.unpack(x) for x in states]
+
+    def packed_hidden_state(
+        self, input_ids: Ids, segment_ids: Ids, position_ids: Ids
+    ) -> Float[Array, "R L D"]:
+        """Encodes rows that hold several sequences each, one after another.
+
+        Args:
+          input_ids: Tokens; token types are 0.
+          segment_ids: Which sequence of its row a token belongs to.
+          position_ids: Where in its sequence a token stands; NaN comes of one outside the model's.
+
+        Returns:
+          Hidden states of the last block, of each sequence as if it were alone.
+        """
+        keys = segment_keys(self.kernels, segment_ids)
+        x = self.embeddings(input_ids, None, position_ids)
+        for layer in self.layers:
+            x = layer(x, keys)
+        return x
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence."""
+        return self.config.max_seq_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self.config.vocab_size
 
 
 def mask_bias(attention_mask: Mask) -> Float[Array, "B 1 1 T"]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import models
 from models.conformer import depthwise_convolution
-from models.kernels import HOPPER
+from models.kernels import HOPPER, with_kernels
 from models.keymap import abstract_parameters, count_parameters
 from models.lasr import check_mels, frame_mask
 from models.lasr_checkpoint import key_map
@@ -358,7 +358,7 @@ def test_wrong_shape_names_the_field_of_the_section(tmp_path):
 
 def test_kernels_give_the_same_values():
     expected = reference(NAME)
-    output = call(models.with_kernels(load(NAME), HOPPER), **expected.inputs)
+    output = call(with_kernels(load(NAME), HOPPER), **expected.inputs)
     for row, length in enumerate((18, 10)):
         actual, wanted = output.logits[row, :length], expected.outputs["logits"][row, :length]
         np.testing.assert_allclose(actual, wanted, atol=TOLERANCE * np.std(wanted))
