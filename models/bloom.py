@@ -207,7 +207,7 @@ class BloomAttention(nnx.Module):
         self.parts = nnx.data(None)
         self.num_heads = config.num_heads
 
-    def split_weights(self) -> None:
+    def arrange_weights(self) -> None:
         """Holds the weights of query, key and value apart."""
         joined, heads = self.query_key_value, self.num_heads
         columns = np.arange(joined.out_features).reshape(heads, 3, -1)

@@ -194,7 +194,7 @@ class ConformerConvolution(nnx.Module):
         self.activation, self.masks = config.activation, config.masks_convolution
         self.kernels = PLAIN
 
-    def split_weights(self) -> None:
+    def arrange_weights(self) -> None:
         """Holds the weights of value and gate apart, if no bias is in the way of one kernel."""
         if self.gated.bias is None:
             dim = self.gated.in_features

@@ -31,6 +31,7 @@ from models.layers import (
     check_tokens,
     embed,
     layer_norm,
+    lengthen,
     linear,
     logits,
     look_up,
@@ -188,7 +189,7 @@ class GPT2Attention(nnx.Module):
         self.parts = nnx.data(None)
         self.num_heads = config.num_heads
 
-    def split_weights(self) -> None:
+    def arrange_weights(self) -> None:
         """Holds the weights of query, key and value apart."""
         dim = self.query_key_value.in_features
         columns = (slice(start, start + dim) for start in range(0, 3 * dim, dim))
@@ -309,10 +310,16 @@ class GPT2Model(CausalDecoder[GPT2Config]):
         """Returns the hidden states before the first block."""
         return self.embeddings(input_ids, position_ids)
 
+    def arrange_weights(self) -> None:
+        """Lengthens the table that the head multiplies to a multiple of what products want."""
+        if self.config.lm_head:
+            # XLA pads a product to multiples of 8 itself, by a copy of the table in every call.
+            lengthen(self.embeddings.word if self.head is None else self.head, 64)
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:
         """Returns the head's scores for normalised hidden states; None without a head."""
         if not self.config.lm_head:
             return None
         with jax.named_scope("head"):
             table = self.embeddings.word if self.head is None else self.head
-            return logits(hidden, table.embedding[...])
+            return logits(hidden, table.embedding[...], self.config.vocab_size)

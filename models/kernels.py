@@ -49,18 +49,20 @@ HOPPER = Kernels(
 
 
 @runtime_checkable
-class SplitsWeights(Protocol):
-    """A module whose checkpoint joins weights that kernels want apart."""
+class Arranges(Protocol):
+    """A module whose checkpoint holds weights otherwise than kernels want them."""
 
-    def split_weights(self) -> None:
-        """Replaces the joined weight by its parts."""
+    def arrange_weights(self) -> None:
+        """Replaces them by what kernels want: parts of a joined weight, a table of even length."""
 
 
 def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     """Returns the model with its layers calling kernels.
 
-    Weights are shared with the given model, which stays as it is; only those that a checkpoint
-    joins and kernels want apart (query, key and value of GPT-2 and BLOOM) are copied.
+    Weights are shared with the given model, which stays as it is; copied are only those that a
+    checkpoint holds otherwise than kernels want them: query, key and value of GPT-2 and BLOOM,
+    which it joins, and GPT-2's table of 50,257 tokens. A copy once costs nothing later; slicing the
+    joined product instead costs a pass over it in every layer.
 
     Args:
       model: Any model of this package.
@@ -75,8 +77,8 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     copy = nnx.merge(*nnx.split(model))
     if kernels != PLAIN:
         for _, module in list(nnx.iter_modules(copy)):
-            if isinstance(module, SplitsWeights):
-                module.split_weights()
+            if isinstance(module, Arranges):
+                module.arrange_weights()
     copy.set_attributes(kernels=kernels)
     return copy
 

@@ -205,9 +205,25 @@ def positions_from_mask(attention_mask: Mask) -> Integer[Array, "B T"]:
         return jnp.maximum(count - 1, 0)
 
 
-def logits(hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """Scores every token of a vocabulary by its embedding, the tied language model head."""
-    return jnp.einsum("BTD,VD->BTV", hidden, embedding)
+def logits(
+    hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], vocab_size: int | None = None
+) -> Float[Array, "B T tokens"]:
+    """Scores every token of a vocabulary by its embedding, the tied language model head.
+
+    Args:
+      hidden: Normalised hidden states.
+      embedding: The embedding of every token; further rows may follow.
+      vocab_size: Number of tokens; None = all rows.
+    """
+    scores = jnp.einsum("BTD,VD->BTV", hidden, embedding)
+    return scores if vocab_size in (None, embedding.shape[0]) else scores[..., :vocab_size]
+
+
+def lengthen(table: nnx.Embed, multiple: int) -> None:
+    """Adds rows to a table until their number is a multiple; NaN, as an id outside must give."""
+    rows, features = table.embedding.shape
+    more = jnp.full((-rows % multiple, features), jnp.nan, table.embedding.dtype)
+    table.embedding = nnx.Param(jnp.concatenate([table.embedding[...], more]))
 
 
 def look_up(table: nnx.Embed, ids: Integer[Array, "B T"]) -> Float[Array, "B T D"]:

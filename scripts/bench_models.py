@@ -75,6 +75,7 @@ class Worker:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            "OMP_NUM_THREADS": "2",
         }
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
@@ -109,9 +110,8 @@ class Worker:
         if self.ready:
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
-            while (line := self.lines.get()) is not None:
+            while (line := self.lines.get()) not in (None, "DONE"):
                 self._take(line)
-            self.process.wait()
         return self.found
 
     def _take(self, line: str) -> None:

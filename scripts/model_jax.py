@@ -1,7 +1,7 @@
 """Our side of the model benchmark: one row in a process of its own, started by bench_models.py.
 
-Compiles every variant of the row, says READY, waits for a line, then measures and prints one line
-of JSON per variant.
+Compiles every variant of the row and runs each once, says READY, waits for a line, then measures
+and prints one line of JSON per variant, and at the end DONE.
 """
 
 import argparse
@@ -60,37 +60,42 @@ def main() -> None:
     parser.add_argument("--outputs", type=Path, required=True, help="folder for the first output")
     args = parser.parse_args()
     row = get_row(args.row, tiny=args.tiny)
-    compiled, rows = {}, {}
+    inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
+    parameters = make_parameters(row)
+    ready = {}
     for name in args.variants:
         try:
-            start = time.perf_counter()
-            compiled[name] = compile_variant(row, name, args.tiny)
-            rows[name] = {"compile_s": round(time.perf_counter() - start, 1)}
+            ready[name] = prepare(row, name, parameters, inputs[0], args.tiny)
         except Exception as error:  # A variant that fails is reported, not hidden.
-            print(json.dumps(_failed(name, error)), flush=True)
-    for leaf_shape, spread in tensor_kinds(row):
-        hashed(jnp.uint32(0), leaf_shape, spread)
-    for index in range(2):
-        jax.block_until_ready(make_inputs(row, index))
+            report(name, error=f"{type(error).__name__}: {error}"[:600])
     print("READY", flush=True)
     sys.stdin.readline()
-    parameters = make_parameters(row)
-    inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
-    for name, program in compiled.items():
+    for name, (program, state, compile_s) in ready.items():
         try:
-            state = variant_state(row, name, parameters, args.tiny)
             measured = measure(program, state, inputs, args.tiny)
             output = np.asarray(measured.pop("output").astype(jnp.float32))
             np.save(args.outputs / f"jax {row.name} {name}.npy", output)
             if name in args.trace:
                 measured["kernels"] = kernels_of(program, state, inputs[0])
-            print(json.dumps({"side": "jax", "mode": name, **rows[name], **measured}), flush=True)
+            report(name, compile_s=compile_s, **measured)
         except Exception as error:
-            print(json.dumps(_failed(name, error)), flush=True)
+            report(name, error=f"{type(error).__name__}: {error}"[:600])
+    print("DONE", flush=True)
 
 
-def _failed(name: str, error: Exception) -> dict:
-    return {"side": "jax", "mode": name, "error": f"{type(error).__name__}: {error}"[:600]}
+def report(name: str, **found: object) -> None:
+    """Prints one line of JSON."""
+    print(json.dumps({"side": "jax", "mode": name, **found}), flush=True)
+
+
+def prepare(row: Row, name: str, parameters: list[Parameter], inputs: dict, tiny: bool):
+    """Returns the compiled program, its weights, and the seconds that compiling took."""
+    start = time.perf_counter()
+    program = compile_variant(row, name, tiny)
+    compile_s = round(time.perf_counter() - start, 1)
+    state = variant_state(row, name, parameters, tiny)
+    jax.block_until_ready(program(state, inputs))
+    return program, state, compile_s
 
 
 def build(row: Row) -> nnx.Module:
@@ -155,11 +160,6 @@ def hashed(seed: jax.Array, shape: tuple[int, ...], spread: tuple[float, float])
     values = h.astype(jnp.float32) * 2.0**-23 - 1.0
     middle, scale = spread
     return (middle + scale * values).astype(jnp.bfloat16).reshape(shape)
-
-
-def tensor_kinds(row: Row) -> set[tuple[tuple[int, ...], tuple[float, float]]]:
-    """What `hashed` is compiled for: shape and spread of the weights."""
-    return {(shape, scale_of(leaf.key, len(shape))) for leaf, shape in stored_shapes(row)}
 
 
 def stored_shapes(row: Row) -> list[tuple[Leaf, tuple[int, ...]]]:

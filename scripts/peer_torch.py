@@ -65,6 +65,8 @@ def main() -> None:
                     line |= measure(run, inputs, args.tiny)
                     save(run, inputs, args.outputs, f"torch {name} {mode}")
                 print(json.dumps({"side": "torch", "mode": mode, **line}), flush=True)
+        if args.wait:
+            print("DONE", flush=True)
         del model, inputs, ready
         torch._dynamo.reset()
         if DEVICE == "cuda":

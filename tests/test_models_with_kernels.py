@@ -209,3 +209,16 @@ def test_alibi_slopes_are_the_alibi_bias():
     }
     by_bias = attention(query, key, value, Keys(by="xla", **terms))
     np.testing.assert_allclose(by_slope, by_bias, atol=1e-5)
+
+
+def test_a_lengthened_table_scores_and_looks_up_the_same_tokens():
+    model = models.load(DATA / "gpt2")
+    longer = with_kernels(model, PALLAS)
+    size = model.config.vocab_size
+    assert size % 64
+    assert longer.embeddings.word.embedding.shape[0] % 64 == 0
+    ids = np.array([[1, 2, size, size + 1]], np.int32)
+    plain, found = model(ids), longer(ids)
+    assert found.logits.shape == plain.logits.shape
+    np.testing.assert_allclose(found.logits[:, :2], plain.logits[:, :2], rtol=1e-4, atol=1e-5)
+    assert np.isnan(longer.embeddings(ids, None)[0, 2:]).all()
