@@ -7,7 +7,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.bert import BertConfig, BertModel, BertOutput
+    from models.bert import BertModel, BertOutput
+    from models.bert_config import BertConfig
     from models.bloom import BloomConfig, BloomModel
     from models.checkpoint import load, load_parameters, load_tokenizer
     from models.companions import (
@@ -52,7 +53,7 @@ FAMILIES = {
 }
 
 _MODULES = {
-    "BertConfig": "bert",
+    "BertConfig": "bert_config",
     "BertModel": "bert",
     "BertOutput": "bert",
     "BloomConfig": "bloom",

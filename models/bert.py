@@ -1,14 +1,13 @@
 """BERT encoders: Devlin et al. 2018, with the details of Hugging Face's modeling_bert.py.
 
-In this file: configuration and modules for inference; `models.bert_checkpoint` has the names of the
-files. Not here: dropout, pretraining heads, decoder and cross-attention variants.
+In this file: modules for inference; `models.bert_config` has the configuration,
+`models.bert_checkpoint` the names of the files. Not here: dropout, the other heads, decoder and
+cross-attention variants.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,145 +16,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from models.attention import Keys, attention, packing_of
-from models.errors import ConfigError, InputError
-from models.hf_config import ConfigFields
+from models.bert_config import BertConfig
+from models.errors import InputError
 from models.kernels import PLAIN
 from models.layers import (
-    ACTIVATIONS,
-    HUGGING_FACE_ACTIVATIONS,
     INIT_STDDEV,
     Ids,
     LayerNorm,
     Mask,
     layer_norm,
     linear,
+    logits,
     look_up,
 )
 from models.outputs import register_output
 from models.segments import segment_keys
-
-# For each class that may have saved the file: whether it always holds a pooler.
-ARCHITECTURES = {
-    "BertModel": False,
-    "BertForMaskedLM": False,
-    "BertForQuestionAnswering": False,
-    "BertForTokenClassification": False,
-    "BertForPreTraining": True,
-    "BertForNextSentencePrediction": True,
-    "BertForSequenceClassification": True,
-    "BertForMultipleChoice": True,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BertConfig:
-    """Sizes and constants of one BERT encoder.
-
-    Attributes:
-      num_layers: Number of blocks.
-      embed_dim: Width of the hidden states.
-      mlp_dim: Width inside the MLP.
-      num_heads: Attention heads; divides embed_dim.
-      vocab_size: Rows of the word embedding.
-      max_seq_len: Rows of the position embedding, the longest sequence.
-      num_token_types: Rows of the token type embedding.
-      norm_eps: Added to the variance in every LayerNorm.
-      activation: GELU in its exact form, "gelu", or its tanh approximation, "gelu_tanh".
-      pooler: Whether there is a pooler on the first token.
-    """
-
-    num_layers: int
-    embed_dim: int
-    mlp_dim: int
-    num_heads: int
-    vocab_size: int
-    max_seq_len: int
-    num_token_types: int
-    norm_eps: float
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    pooler: bool = True
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError unless the sizes fit together."""
-        sizes = {k: v for k, v in dataclasses.asdict(self).items() if not isinstance(v, str | bool)}
-        if bad := [f"{name} is {size}" for name, size in sizes.items() if not size > 0]:
-            raise ConfigError(f"BertConfig: {', '.join(bad)}; sizes are positive; correct them")
-        if self.embed_dim % self.num_heads:
-            raise ConfigError(
-                f"BertConfig: embed_dim is {self.embed_dim} with {self.num_heads} heads;"
-                " the heads must divide it; change one of them"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"BertConfig: activation is {self.activation!r};"
-                f" supported are {', '.join(ACTIVATIONS)}; choose one"
-            )
-
-    @classmethod
-    def base(cls) -> "BertConfig":
-        """BERT-Base: 12 layers x 768."""
-        return cls(
-            num_layers=12,
-            embed_dim=768,
-            mlp_dim=3072,
-            num_heads=12,
-            vocab_size=30522,
-            max_seq_len=512,
-            num_token_types=2,
-            norm_eps=1e-12,
-        )
-
-    @classmethod
-    def large(cls) -> "BertConfig":
-        """BERT-Large: 24 layers x 1024."""
-        return replace(cls.base(), num_layers=24, embed_dim=1024, mlp_dim=4096, num_heads=16)
-
-    @classmethod
-    def minilm(cls) -> "BertConfig":
-        """MiniLM-L6: 6 layers x 384 (Wang et al. 2020, as in all-MiniLM-L6-v2)."""
-        return replace(cls.base(), num_layers=6, embed_dim=384, mlp_dim=1536)
-
-    @classmethod
-    def from_hugging_face(
-        cls, fields: Mapping[str, object], origin: str = "config.json"
-    ) -> "BertConfig":
-        """Reads the fields of a config.json; the pooler is assumed until the tensors are known.
-
-        Args:
-          fields: The parsed JSON object.
-          origin: Where it came from, for messages.
-
-        Returns:
-          The configuration.
-
-        Raises:
-          ConfigError: A field is missing, malformed or asks for what is not supported.
-        """
-        reader = ConfigFields(fields, origin)
-        reader.architecture(ARCHITECTURES, "BertModel")
-        for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
-            reader.exactly(name, (False,), default=False)
-        reader.exactly("position_embedding_type", ("absolute",), default="absolute")
-        reader.exactly("pruned_heads", ({}, None), default=None)
-        heads = reader.count("num_attention_heads")
-        width = reader.count("hidden_size")
-        if width % heads:
-            raise reader.error(
-                "num_attention_heads", str(heads), f"it must divide hidden_size {width}", "correct"
-            )
-        config = cls(
-            num_layers=reader.count("num_hidden_layers"),
-            embed_dim=width,
-            mlp_dim=reader.count("intermediate_size"),
-            num_heads=heads,
-            vocab_size=reader.count("vocab_size"),
-            max_seq_len=reader.count("max_position_embeddings"),
-            num_token_types=reader.count("type_vocab_size"),
-            norm_eps=reader.positive("layer_norm_eps"),
-            activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
-        )
-        reader.warn_unknown()
-        return config
 
 
 @register_output
@@ -259,6 +134,25 @@ class BertLayer(nnx.Module):
         return self.mlp(self.attention(x, keys))
 
 
+class BertMaskedLmHead(nnx.Module):
+    """Linear, activation and norm, then the score of every token by its embedding and a bias."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        """Makes the fresh parameters."""
+        self.transform = linear(config.embed_dim, config.embed_dim, dtype, rngs)
+        self.norm = _layer_norm(config, dtype, rngs)
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
+        self.activation = config.activation
+
+    def __call__(
+        self, x: Float[Array, "B T D"], embedding: Float[Array, "V D"]
+    ) -> Float[Array, "B T V"]:
+        """Scores every token of the vocabulary at every place."""
+        with jax.named_scope("masked_lm"):
+            scores = logits(self.norm(self.transform(x, activation=self.activation)), embedding)
+            return scores + jnp.broadcast_to(self.bias[...], scores.shape)
+
+
 class BertModel(nnx.Module):
     """A BERT encoder for inference."""
 
@@ -276,6 +170,8 @@ class BertModel(nnx.Module):
         self.layers = nnx.List(layers)
         dim = config.embed_dim
         self.pooler = linear(dim, dim, dtype, rngs) if config.pooler else None
+        head = BertMaskedLmHead(config, dtype=dtype, rngs=rngs) if config.masked_lm else None
+        self.masked_lm_head = head
         self.kernels = PLAIN
 
     def __call__(
@@ -326,6 +222,30 @@ class BertModel(nnx.Module):
         for layer in self.layers:
             states.append(layer(states[-1], keys))
         return states if packing is None else [packing.unpack(x) for x in states]
+
+    def masked_lm(
+        self,
+        input_ids: Ids,
+        attention_mask: Mask | None = None,
+        token_type_ids: Ids | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Returns the score of every token of the vocabulary at every place of a batch.
+
+        Args:
+          input_ids: As in a call of the model.
+          attention_mask: As in a call of the model.
+          token_type_ids: As in a call of the model.
+
+        Raises:
+          InputError: There is no such head, or as in a call of the model.
+        """
+        if self.masked_lm_head is None:
+            raise InputError(
+                "BertModel.masked_lm(): the checkpoint has no tied head for masked tokens;"
+                " one saved as BertForMaskedLM or BertForPreTraining has; load such a one"
+            )
+        last = self.hidden_states(input_ids, attention_mask, token_type_ids)[-1]
+        return self.masked_lm_head(last, self.embeddings.word.embedding[...])
 
     def packed_hidden_state(
         self, input_ids: Ids, segment_ids: Ids, position_ids: Ids

@@ -8,9 +8,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from models.bert import ARCHITECTURES, BertConfig, BertModel
+from models.bert import BertModel
+from models.bert_config import ARCHITECTURES, MASKED_LM, POOLER, BertConfig
 from models.hf_config import ConfigFields
 from models.keymap import Dropped, Family, Leaf, Tie, embedding, linear, norm
+
+HEAD = "cls.predictions"
 
 
 def key_map(config: BertConfig) -> tuple[Leaf, ...]:
@@ -41,18 +44,28 @@ def key_map(config: BertConfig) -> tuple[Leaf, ...]:
         leaves += norm(f"{theirs}.output.LayerNorm", f"{ours}.mlp.norm", features=width)
     if config.pooler:
         leaves += square("pooler.dense", "pooler")
+    if config.masked_lm:
+        leaves += square(f"{HEAD}.transform.dense", "masked_lm_head.transform")
+        leaves += norm(f"{HEAD}.transform.LayerNorm", "masked_lm_head.norm", features=width)
+        leaves.append(Leaf(key=f"{HEAD}.bias", path="masked_lm_head.bias", axes=("vocab_size",)))
     return tuple(leaves)
 
 
 def _complete(config: BertConfig, fields: Mapping[str, object], keys: frozenset[str]) -> BertConfig:
-    architecture = ConfigFields(fields).architecture(ARCHITECTURES, "BertModel")
-    found = any(key.startswith("pooler.") for key in keys)
-    return replace(config, pooler=found or ARCHITECTURES[architecture])
+    heads = ARCHITECTURES[ConfigFields(fields).architecture(ARCHITECTURES, "BertModel")]
+    pooler, masked_lm = (
+        any(key.startswith(f"{part}.") for key in keys) or name in heads
+        for part, name in (("pooler", POOLER), (HEAD, MASKED_LM))
+    )
+    # With an embedding of its own the head is another model's.
+    is_tied = bool(fields.get("tie_word_embeddings", True))
+    return replace(config, pooler=pooler, masked_lm=masked_lm and is_tied)
 
 
 def _describe(config: BertConfig) -> str:
     size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
-    return size if config.pooler else f"{size}, no pooler"
+    size = size if config.pooler else f"{size}, no pooler"
+    return f"{size}, masked-LM head" if config.masked_lm else size
 
 
 def _example(config: BertConfig) -> dict[str, np.ndarray]:
@@ -73,9 +86,11 @@ def _probe(model: BertModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[s
         "hidden_block_0": states[1],
         "last_hidden_state": output.last_hidden_state,
     }
-    return (
-        values if output.pooler_output is None else values | {"pooler_output": output.pooler_output}
-    )
+    if output.pooler_output is not None:
+        values["pooler_output"] = output.pooler_output
+    if model.masked_lm_head is not None:
+        values["logits"] = model.masked_lm(**inputs)
+    return values
 
 
 FAMILY = Family(
@@ -101,8 +116,8 @@ FAMILY = Family(
         Dropped(label="qa_outputs", pattern=r"qa_outputs\.(weight|bias)"),
     ),
     ties=(
-        Tie(key="cls.predictions.decoder.weight", equals="embeddings.word_embeddings.weight"),
-        Tie(key="cls.predictions.decoder.bias", equals="cls.predictions.bias"),
+        Tie(key=f"{HEAD}.decoder.weight", equals="embeddings.word_embeddings.weight"),
+        Tie(key=f"{HEAD}.decoder.bias", equals=f"{HEAD}.bias"),
     ),
     example=_example,
     probe=_probe,

@@ -8,8 +8,8 @@ Runs in an environment of its own, which the project never imports:
 Models that only transformers 5 has are made in a second environment, with transformers==5.24.0, and
 without --minilm; each run makes those of its own version.
 
-Each family is one entry of FAMILIES in reference_families.py or, for transformers 5, in
-reference_families_v5.py. A fixture is a Hugging Face folder
+Each family is one entry of FAMILIES in reference_families.py, reference_audio.py or, for
+transformers 5, reference_families_v5.py. A fixture is a Hugging Face folder
 (config.json, model.safetensors) with reference.npz beside it: inputs, hidden states after the
 embeddings, after block 0 and at the end, outputs, and a JSON text `meta` with versions and
 command. Expected values come from a run in f64, stored as f32. Weights are random everywhere: a
@@ -30,14 +30,15 @@ import safetensors
 import tokenizers
 import torch
 import transformers
-from reference_families import FAMILIES as FAMILIES_4
+from reference_audio import FAMILIES as AUDIO
+from reference_families import FAMILIES as TEXT_AND_IMAGES
 from reference_families import Family, llama_config
 from safetensors.numpy import load_file
 
 if transformers.__version__.startswith("5."):
     from reference_families_v5 import FAMILIES
 else:
-    FAMILIES = FAMILIES_4
+    FAMILIES = TEXT_AND_IMAGES | AUDIO
 
 SEED = 20
 SENTENCES = (

@@ -93,12 +93,23 @@ def good_fingerprint():
 
 
 @pytest.mark.parametrize("spelling", [dict, legacy])
-@pytest.mark.parametrize(
-    "name", ["BertModel", "BertForPreTraining", "BertForSequenceClassification"]
-)
+@pytest.mark.parametrize("name", ["BertModel", "BertForSequenceClassification"])
 def test_class_with_pooler_gives_the_same_parameters(tmp_path, good_fingerprint, name, spelling):
     folder = make(tmp_path / "m", spelling(task_tensors(name)), architectures=[name])
     assert fingerprint(models.load(folder)) == good_fingerprint
+
+
+@pytest.mark.parametrize("spelling", [dict, legacy])
+def test_pretraining_class_gives_pooler_and_masked_lm_head(tmp_path, spelling):
+    tensors = task_tensors("BertForPreTraining")
+    folder = make(tmp_path / "m", spelling(tensors), architectures=["BertForPreTraining"])
+    model, ids = models.load(folder), np.ones((1, 4), np.int32)
+    expected = models.load(GOOD)(ids).pooler_output
+    np.testing.assert_array_equal(model(ids).pooler_output, expected)
+    head = model.masked_lm_head
+    np.testing.assert_array_equal(head.bias[...], tensors["cls.predictions.bias"])
+    key = "cls.predictions.transform.dense.weight"
+    np.testing.assert_array_equal(head.transform.kernel[...], tensors[key].T)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForQuestionAnswering"])
@@ -170,7 +181,7 @@ def test_report_names_the_dropped_heads(tmp_path):
     lines = []
     name = "BertForPreTraining"
     models.load(make(tmp_path / "m", task_tensors(name), architectures=[name]), report=lines.append)
-    assert lines[1].endswith("7 dropped (predictions 5, seq_relationship 2), 0 tied")
+    assert lines[1].endswith("2 dropped (seq_relationship 2), 0 tied")
 
 
 def test_report_counts_tied_tensors(tmp_path):
@@ -180,7 +191,7 @@ def test_report_counts_tied_tensors(tmp_path):
     lines = []
     folder = make(tmp_path / "m", tensors, architectures=["BertForMaskedLM"])
     models.load(folder, report=lines.append)
-    assert lines[1].endswith("5 dropped (predictions 5), 2 tied")
+    assert lines[1].endswith("0 dropped, 2 tied")
 
 
 def test_progress_counts_every_byte_once():
@@ -296,8 +307,16 @@ def test_head_that_the_config_unties_is_dropped(tmp_path):
     folder = make(
         tmp_path / "m", tensors, architectures=["BertForMaskedLM"], tie_word_embeddings=False
     )
-    models.load(folder, report=lines.append)
+    model = models.load(folder, report=lines.append)
     assert lines[1].endswith("6 dropped (predictions 6), 0 tied")
+    assert model.masked_lm_head is None
+
+
+def test_half_a_masked_lm_head_is_a_missing_tensor(tmp_path):
+    key = "cls.predictions.transform.dense.bias"
+    tensors = without(task_tensors("BertForMaskedLM"), key)
+    folder = make(tmp_path / "m", tensors, architectures=["BertForMaskedLM"])
+    assert f"missing     {key}" in refused(folder, models.KeyMismatchError)
 
 
 def test_far_too_many_layers_are_refused_at_once(tmp_path):

@@ -1,6 +1,7 @@
 import dataclasses
 import importlib.util
 import json
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from models.parameters import Parameter, fill, parameters_of
 
 DATA = Path(__file__).parent / "data"
 FIXTURES = ("bert", "bert_default")
+MASKED_LM = "bert_masked_lm"
 POINTS = ("hidden_embedding", "hidden_block_0", "last_hidden_state", "pooler_output")
 
 
@@ -132,6 +134,39 @@ def test_ignored_mask_is_noticed():
     difference = np.abs(call(model, **given).pooler_output - expected.outputs["pooler_output"])
     assert difference[0].max() < 1e-4
     assert difference[1].max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "point", ["hidden_embedding", "hidden_block_0", "last_hidden_state", "logits"]
+)
+def test_masked_lm_agrees_with_transformers(point):
+    assert errors(load(MASKED_LM), MASKED_LM)[point] <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("masked_lm_head.transform.kernel", jnp.transpose),
+        ("masked_lm_head.norm.scale", jnp.ones_like),
+        ("masked_lm_head.bias", jnp.zeros_like),
+        ("embeddings.word.embedding", lambda x: x[::-1]),
+    ],
+)
+def test_wrong_parameter_of_the_head_is_noticed(path, fault):
+    found = errors(changed(load(MASKED_LM), **{path: fault}), MASKED_LM)
+    assert found["logits"] > 100 * TOLERANCE
+
+
+def test_head_applies_the_configured_activation():
+    model = load(MASKED_LM)
+    assert model.config.activation == "gelu_tanh"
+    found = errors(changed(model, replace(model.config, activation="gelu")), MASKED_LM)
+    assert found["logits"] > 2 * TOLERANCE
+
+
+def test_model_without_the_head_says_so():
+    with pytest.raises(models.InputError, match="no tied head for masked tokens"):
+        load().masked_lm(inputs()["input_ids"])
 
 
 def test_real_minilm_gives_the_reference_sentence_embeddings():
@@ -294,10 +329,13 @@ def test_shapes_that_do_not_fit_are_refused(ids, others, message):
     [
         (models.BertConfig.base(), 109_482_240),
         (dataclasses.replace(models.BertConfig.base(), pooler=False), 108_891_648),
+        (replace(models.BertConfig.base(), pooler=False, masked_lm=True), 109_514_298),
+        # BertForPreTraining has 1,538 more: the head that tells whether sentences follow.
+        (replace(models.BertConfig.base(), masked_lm=True), 110_106_428 - 1_538),
         (models.BertConfig.large(), 335_141_888),
         (models.BertConfig.minilm(), 22_713_216),
     ],
-    ids=["base", "base-no-pooler", "large", "minilm"],
+    ids=["base", "base-no-pooler", "base-masked-lm", "base-pretraining", "large", "minilm"],
 )
 def test_full_size_model_has_the_known_number_of_parameters(config, total):
     model = nnx.eval_shape(lambda: models.BertModel(config, rngs=nnx.Rngs(0)))
