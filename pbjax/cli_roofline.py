@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pbjax.errors import InputError
+from pbjax.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from pbjax.roofline_points import Roofline
@@ -86,7 +86,7 @@ def _reports(
 def _require_room(report: "Roofline") -> None:
     if not report.fits:
         memory = report.memory
-        raise InputError(
+        raise MemoryBudgetError(
             f"pbjax roofline: {report.phase} at batch {report.items} needs "
             f"{memory.peak_bytes / 1e9:,.1f} GB ({memory.weight_bytes / 1e9:,.1f} weights, "
             f"{memory.kv_cache_bytes / 1e9:,.1f} KV cache, {memory.temporary_bytes / 1e9:,.1f} "

@@ -7,7 +7,7 @@ that stay on chip. What a traced model counts is in `roofline`; the tests hold t
 
 import math
 
-from pbjax.errors import InputError
+from pbjax.errors import MemoryBudgetError
 
 type Number = int | float
 
@@ -157,11 +157,11 @@ def largest_batch(memory_bytes: Number, fixed_bytes: Number, row_bytes: Number) 
       row_bytes: Needed for each row: its cache, inputs and temporaries.
 
     Raises:
-      InputError: Not even one row fits.
+      MemoryBudgetError: Not even one row fits.
     """
     rows = math.floor((memory_bytes - fixed_bytes) / row_bytes) if row_bytes > 0 else 0
     if rows < 1:
-        raise InputError(
+        raise MemoryBudgetError(
             f"largest_batch: {fixed_bytes / 1e9:,.1f} GB whatever the batch and "
             f"{row_bytes / 1e9:,.3f} GB a row; the device has {memory_bytes / 1e9:,.1f} GB; "
             "shorten the sequences, use fewer bits, or choose a larger device"

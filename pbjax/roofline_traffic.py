@@ -119,7 +119,9 @@ class _Values:
             elif operation.primitive in UPDATES:
                 target = self.inputs(operation.inputs[:1])
                 self.roots.append(target if len(target) == 1 else own)
-            elif operation.primitive in _ALIASES or self._is_cheaper_anew(roots, value):
+            elif operation.primitive in _ALIASES or (
+                operation.primitive not in _LOOK_UPS and self._is_cheaper_anew(roots, value)
+            ):
                 self.roots.append(roots)
             else:
                 self.roots.append(own)
@@ -262,7 +264,7 @@ class _Charges:
         self._store(root)
         size = self._values.sizes[root]
         if looks_up and operation.primitive in _LOOK_UPS:
-            size = min(size, sum(self._values.sizes[v] for v in operation.outputs))
+            size = sum(self._values.sizes[value] for value in operation.outputs)
         elif (root, unit) in self._charged:
             return
         else:

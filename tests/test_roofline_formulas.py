@@ -7,7 +7,7 @@ import pytest
 
 from models.presets import find_shape
 from pbjax.device import find_device
-from pbjax.errors import InputError
+from pbjax.errors import MemoryBudgetError
 from pbjax.roofline import roofline_report
 from pbjax.roofline_formulas import (
     critical_rows,
@@ -160,5 +160,5 @@ def test_kv_cache_is_what_the_model_keeps():
 
 def test_largest_batch_is_what_is_left_over_what_a_row_needs():
     assert largest_batch(100.0, 40.0, 7.0) == 8
-    with pytest.raises(InputError, match="GB a row"):
+    with pytest.raises(MemoryBudgetError, match="GB a row"):
         largest_batch(100.0, 99.0, 7.0)
