@@ -144,8 +144,13 @@ def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Toke
     """
     path = Path(folder)
     check_folder(path)
-    if (path / TOKENIZER).is_file() or not (path / VOCABULARY).is_file():
+    if (path / TOKENIZER).is_file():
         return load_tokenizer(path)
+    if not (path / VOCABULARY).is_file():
+        raise CheckpointError(
+            f"{path}: has no {TOKENIZER} and no {VOCABULARY}; one of them is needed to write text;"
+            " fetch it with the checkpoint"
+        )
     entries = read_json(path / VOCABULARY)
     if not all(isinstance(index, int) for index in entries.values()):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The command line: `pbjax convert` and `pbjax optimize`.
+"""The command line: `pbjax convert`, `pbjax optimize`, and the commands of other modules.
 
 Results go to stdout, progress and warnings to stderr. Imports stand inside the commands, so that
 --help answers at once. Exit codes: 0 done; 1 a model, plan or device that cannot be used; 2 a wrong
@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from pbjax.cli_inference import classify, embed, generate, transcribe
 from pbjax.cli_roofline import roofline
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 
@@ -186,7 +187,7 @@ def _exit_codes() -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted; a table given by --profile keeps what was measured", file=sys.stderr)
+        print("interrupted; what --profile has measured is kept", file=sys.stderr)
         raise typer.Exit(130) from None
     except Exception as error:
         code = _exit_code(error)
@@ -204,4 +205,5 @@ def _exit_code(error: Exception) -> int | None:
     return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)
 
 
-app.command()(_exit_codes()(roofline))
+for command in (generate, embed, classify, transcribe, roofline):
+    app.command()(_exit_codes()(command))

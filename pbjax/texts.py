@@ -32,11 +32,11 @@ class SimilarPair:
     cosine: float
 
 
-def read_sentences(path: Path, count: int) -> list[str]:
-    """The first sentences of a text file, one a line; empty lines do not count.
+def read_sentences(path: Path, count: int | None) -> list[str]:
+    """The first sentences of a text file, or all for None; one a line, empty lines do not count.
 
     Raises:
-      FileError: The file cannot be read or has too few lines.
+      FileError: The file cannot be read or has too few lines, or none.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -46,7 +46,9 @@ def read_sentences(path: Path, count: int) -> list[str]:
             "give another file"
         ) from error
     sentences = [line for line in lines if line]
-    if len(sentences) < count:
+    if not sentences:
+        raise FileError(f"--texts {path}: no sentence; one or more are needed; write one a line")
+    if count is not None and len(sentences) < count:
         raise FileError(
             f"--texts {path}: {len(sentences)} sentences; {count} are needed for the batch; lower "
             "--batch or add lines"

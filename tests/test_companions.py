@@ -87,7 +87,7 @@ def test_tokenizer_comes_before_characters(tmp_path):
 
 
 def test_missing_and_malformed_vocabularies_are_refused(tmp_path):
-    with pytest.raises(models.CheckpointError, match=r"tokenizer.json: no such file"):
+    with pytest.raises(models.CheckpointError, match=r"has no tokenizer.json and no vocab.json"):
         models.load_vocabulary(tmp_path)
     write(tmp_path, "vocab.json", {"A": "0"})
     with pytest.raises(models.CheckpointError, match="not a number for each text"):

@@ -103,7 +103,7 @@ def generate(
     found = [[] for _ in request.prompts.rows]
     for token in _run(request, CHUNK if request.stop_strings else max_new_tokens):
         found[token.sequence].append(token)
-    return [_completion(tokens) for tokens in found]
+    return [Completion.of(tokens) for tokens in found]
 
 
 def stream(
@@ -236,21 +236,21 @@ def _run(request: Request, chunk: int) -> Iterator[Token]:
         **given,
     )
     reader = Reader(request)
-    limit = 1
-    while True:
-        done = reader.done.copy()
-        following = min(limit + chunk, last)
-        if limit < last and not done.all():
-            # The next tokens are under way while these are read: a call returns at once.
-            cache, ahead = advance(
-                weights, cache, state, done, np.int32(following), request.rules, **given
-            )
-        else:
-            ahead = None
-        yield from reader.read(state)
-        if ahead is None or reader.done.all():
-            return
-        state, limit = ahead, following
+    # Read at once: the first token need not wait until the second program is compiled.
+    yield from reader.read(state)
+    unread, limit = None, 1
+    while limit < last and not reader.done.all():
+        limit = min(limit + chunk, last)
+        # The next tokens are under way while those before are read: a call returns at once.
+        stopped = reader.done.copy()
+        cache, state = advance(
+            weights, cache, state, stopped, np.int32(limit), request.rules, **given
+        )
+        if unread is not None:
+            yield from reader.read(unread)
+        unread = state
+    if unread is not None:
+        yield from reader.read(unread)
 
 
 class Reader:
@@ -313,16 +313,3 @@ class Reader:
             text=text,
             finish_reason=reason,
         )
-
-
-def _completion(tokens: Sequence[Token]) -> Completion:
-    texts = [token.text for token in tokens]
-    reason = tokens[-1].finish_reason
-    if reason is None:
-        raise AssertionError("a sequence has no end")
-    return Completion(
-        token_ids=tuple(token.token_id for token in tokens),
-        log_probs=tuple(token.log_prob for token in tokens),
-        text=None if texts[0] is None else "".join(text or "" for text in texts),
-        finish_reason=reason,
-    )

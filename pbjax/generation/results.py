@@ -1,5 +1,6 @@
 """What generation returns: tokens as they come, and whole completions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,3 +44,17 @@ class Completion:
     log_probs: tuple[float, ...]
     text: str | None
     finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> "Completion":
+        """Joins the tokens of one sequence, up to the one that ends it."""
+        reason = tokens[-1].finish_reason
+        if reason is None:
+            raise AssertionError("a sequence has no end")
+        texts = [token.text for token in tokens if token.text is not None]
+        return cls(
+            token_ids=tuple(token.token_id for token in tokens),
+            log_probs=tuple(token.log_prob for token in tokens),
+            text="".join(texts) if texts else None,
+            finish_reason=reason,
+        )
