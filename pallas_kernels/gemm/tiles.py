@@ -18,7 +18,8 @@ class _Candidate:
 
     Rates are TFLOP/s on 132 SMs, of the tile and of its narrow ones. Overheads are in steps of
     tile_k: of every tile, and what a residual or an activation adds. They were fitted to 23 shapes,
-    docs/kernels.md.
+    docs/kernels.md. A loop of fewer than least_steps is unrolled in the copying warpgroup, whose 40
+    registers do not hold the slots of eight steps unless their number is a power of two.
     """
 
     tile: Tile
@@ -26,6 +27,7 @@ class _Candidate:
     overhead: float
     heavy_overhead: float = 0.0
     narrow_rate: float = 750.0
+    least_steps: int = 1
 
 
 _PLAIN = (
@@ -34,6 +36,7 @@ _PLAIN = (
         rate=785.0,
         overhead=0.8,
         heavy_overhead=1.0,
+        least_steps=9,
     ),
     _Candidate(
         tile=Tile(tile_n=192, pipeline_depth=4, cluster="m", store_slots=4),
@@ -53,6 +56,7 @@ _GATED = (
         tile=Tile(tile_m=64, pipeline_depth=5, weights=2, cluster="m", store_slots=1),
         rate=760.0,
         overhead=1.0,
+        least_steps=9,
     ),
     _Candidate(
         tile=Tile(
@@ -102,6 +106,7 @@ def tile_for(
     candidates = [
         dataclasses.replace(candidate, tile=tile)
         for candidate in (_GATED if gated else _PLAIN)
+        if pl.cdiv(k, candidate.tile.tile_k) >= candidate.least_steps
         for tile in _variants(candidate.tile, n, clusters)
     ]
     return min(candidates, key=lambda c: predicted_time(c, ms, n, k, heavy=heavy, ctas=ctas)).tile

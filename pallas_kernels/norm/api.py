@@ -2,15 +2,17 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels import dispatch
 from pallas_kernels.norm import mosaic_gpu, xla
-from pallas_kernels.norm.mosaic_gpu import Tile, tile_for
+from pallas_kernels.norm.mosaic_gpu import LARGEST, Tile, tile_for
+
+QuantizedDtype = Literal["int8", "float8_e4m3fn"]
 
 
 class AddNorm(NamedTuple):
@@ -23,6 +25,21 @@ class AddNorm(NamedTuple):
 
     normed: Float[Array, "*B D"]
     total: Float[Array, "*B D"]
+
+
+class QuantizedNorm(NamedTuple):
+    """A norm as one-byte values and a scale per row; the norm is values * scales[..., None].
+
+    Attributes:
+      values: Of the type that was asked for; the largest of a row has the largest absolute value
+        of the type, 127 or 448.
+      scales: In f32; 0 for a row of zeros.
+      total: The residual sum in the dtype of x; None without a residual.
+    """
+
+    values: Num[Array, "*B D"]
+    scales: Float[Array, "*B"]
+    total: Float[Array, "*B D"] | None
 
 
 def layer_norm(
@@ -161,6 +178,86 @@ def add_rms_norm(
     return AddNorm(*_dispatch("add_rms_norm", x, residual, scale, None, eps, False, *options))
 
 
+def quantized_layer_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    dtype: QuantizedDtype,
+    eps: float,
+    residual: Float[Array, "*B D"] | None = None,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> QuantizedNorm:
+    """LayerNorm of x, or of x + residual, quantised with one scale per row, in one pass.
+
+    Args:
+      x: Values; leading axes count as rows.
+      scale: Gain per feature.
+      bias: Added per feature.
+      dtype: "int8", rounded to nearest even, or "float8_e4m3fn".
+      eps: Added to the variance.
+      residual: Added to x.
+      sm_budget: See `layer_norm`.
+      implementation: See `layer_norm`.
+      tile: See `layer_norm`.
+
+    Returns:
+      The quantised norm, its scales, and with a residual the sum.
+
+    Raises:
+      ValueError: As for `layer_norm`; another dtype.
+      NotImplementedError: As for `layer_norm`.
+    """
+    options = (sm_budget, implementation, tile)
+    return _quantized("quantized_layer_norm", x, residual, scale, bias, eps, True, options, dtype)
+
+
+def quantized_rms_norm(
+    x: Float[Array, "*B D"],
+    scale: Float[Array, " D"],
+    *,
+    dtype: QuantizedDtype,
+    eps: float,
+    residual: Float[Array, "*B D"] | None = None,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tile: Tile | None = None,
+) -> QuantizedNorm:
+    """RMSNorm of x, or of x + residual, quantised with one scale per row, in one pass.
+
+    Args:
+      x: Values; leading axes count as rows.
+      scale: Gain per feature.
+      dtype: See `quantized_layer_norm`.
+      eps: Added to the mean of squares.
+      residual: Added to x.
+      sm_budget: See `layer_norm`.
+      implementation: See `layer_norm`.
+      tile: See `layer_norm`.
+
+    Returns:
+      The quantised norm, its scales, and with a residual the sum.
+
+    Raises:
+      ValueError: As for `quantized_layer_norm`.
+      NotImplementedError: As for `layer_norm`.
+    """
+    options = (sm_budget, implementation, tile)
+    return _quantized("quantized_rms_norm", x, residual, scale, None, eps, False, options, dtype)
+
+
+def _quantized(kernel, x, residual, scale, bias, eps, centred, options, dtype) -> QuantizedNorm:
+    if dtype not in (names := [kind.name for kind in LARGEST]):
+        raise ValueError(
+            f"{kernel}(dtype={dtype!r}): no such result; there are {', '.join(names)}; name one"
+        )
+    rest = (scale, bias, eps, centred, *options, jnp.dtype(dtype))
+    values, *total, scales = _dispatch(kernel, x, residual, *rest)
+    return QuantizedNorm(values, scales, total[0] if total else None)
+
+
 def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
     """Raises ValueError unless the operands of a norm fit together."""
     if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -186,7 +283,7 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
 
 
 def _dispatch(
-    kernel, x, residual, scale, bias, eps, centred, sm_budget, implementation, tile
+    kernel, x, residual, scale, bias, eps, centred, sm_budget, implementation, tile, dtype=None
 ) -> tuple[Array, ...]:
     check_norm(kernel, x, residual, scale, bias, eps)
     ctas = dispatch.check_sm_budget(kernel, sm_budget)
@@ -204,24 +301,27 @@ def _dispatch(
             bias,
             eps=eps,
             centred=centred,
-            tile=tile or tile_for(width, residual=residual is not None),
+            tile=tile
+            or tile_for(width, residual=residual is not None, quantized=dtype is not None),
             ctas=ctas,
             name=f"pbjax_{kernel}",
+            dtype=dtype,
         )
 
     by_xla = functools.partial(
-        xla.normalise, flat_x, flat_residual, scale, bias, eps=eps, centred=centred
+        xla.normalise, flat_x, flat_residual, scale, bias, eps=eps, centred=centred, dtype=dtype
     )
     results = dispatch.dispatch(
         kernel,
         implementation,
         {"mosaic_gpu": on_hopper, "xla": by_xla},
-        {"x": x, "residual": residual, "scale": scale, "bias": bias, "eps": eps},
+        {"x": x, "residual": residual, "scale": scale, "bias": bias, "eps": eps, "dtype": dtype},
     )
-    return tuple(a.reshape(x.shape) for a in results)
+    return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
 
 # One launch is traced and lowered once for all its uses in a program.
 _normalise = jax.jit(
-    mosaic_gpu.normalise, static_argnames=("eps", "centred", "tile", "ctas", "name", "emulated")
+    mosaic_gpu.normalise,
+    static_argnames=("eps", "centred", "tile", "ctas", "name", "dtype", "emulated"),
 )

@@ -29,3 +29,15 @@ def rms_norm(
 def add(x: Float[Array, "*B D"], residual: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The sum x + residual, in float32."""
     return x.astype(jnp.float32) + residual.astype(jnp.float32)
+
+
+def quantization_scales(normed: Float[Array, "*B D"], largest: float) -> Float[Array, "*B"]:
+    """What the values of each row are divided by so that the largest becomes `largest`."""
+    return jnp.max(jnp.abs(normed), axis=-1) / largest
+
+
+def unrounded_codes(
+    normed: Float[Array, "*B D"], scales: Float[Array, "*B"]
+) -> Float[Array, "*B D"]:
+    """The values of each row over its scale, in float32: codes before they are rounded."""
+    return normed / jnp.where(scales == 0, 1.0, scales)[..., None]

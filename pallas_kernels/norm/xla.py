@@ -13,8 +13,9 @@ def normalise(
     *,
     eps: float,
     centred: bool,
-) -> tuple[Float[Array, "M D"], ...]:
-    """Returns (normed,) or, with a residual, (normed, total)."""
+    dtype: jnp.dtype | None = None,
+) -> tuple[Array, ...]:
+    """Returns (normed,) or, with a residual, (normed, total); scales last if quantised to dtype."""
     total = x.astype(jnp.float32)
     if residual is not None:
         total = total + residual.astype(jnp.float32)
@@ -23,5 +24,11 @@ def normalise(
     y = y * scale.astype(jnp.float32)[None]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
-    normed = y.astype(x.dtype)
-    return (normed,) if residual is None else (normed, total.astype(x.dtype))
+    sums = () if residual is None else (total.astype(x.dtype),)
+    if dtype is None:
+        return (y.astype(x.dtype), *sums)
+    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    scales = jnp.max(jnp.abs(y), axis=-1) / largest
+    codes = y / jnp.where(scales > 0, scales, 1.0)[:, None]
+    codes = jnp.round(codes) if dtype == jnp.int8 else codes
+    return (codes.astype(dtype), *sums, scales)
