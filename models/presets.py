@@ -92,7 +92,7 @@ class ModelShape:
         generates = isinstance(self.module, CausalDecoder) and has_head
         return ("prefill", "decode") if generates else ("forward",)
 
-    def call(self, phase: str, batch_size: int, seq_len: int | None) -> Call:
+    def call(self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1) -> Call:
         """Returns a call of the model.
 
         Args:
@@ -100,6 +100,8 @@ class ModelShape:
           batch_size: Rows.
           seq_len: Tokens of a row, samples of audio, or frames of a spectrogram; in "decode" the
             tokens that the cache holds with the new one; None for images, which have one size.
+          new_tokens: Tokens of a row that "decode" takes in; several are checked at once in
+            speculative decoding.
 
         Raises:
           InputError: The model cannot do that, or not with this length.
@@ -113,7 +115,7 @@ class ModelShape:
             return self._forward(batch_size, seq_len)
         decoder, length = self.module, self._length(seq_len)
         cache = nnx.eval_shape(lambda: decoder.empty_cache(batch_size, length))
-        num_tokens = length if phase == "prefill" else 1
+        num_tokens = length if phase == "prefill" else new_tokens
         ids = jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
         tokens = batch_size * num_tokens
         if phase == "decode":

@@ -1,18 +1,73 @@
-"""The command `pbjax roofline`: what bounds a model, from shapes alone."""
+"""The command `pbjax roofline`: what bounds a model, by its shapes alone, and what would help."""
 
 import json
+from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 import typer
 
-from pbjax.errors import MemoryBudgetError
+from pbjax.errors import InputError, MemoryBudgetError
 
 if TYPE_CHECKING:
+    from pbjax.device import Device
+    from pbjax.roofline_batching import Choice, PhaseStudy
     from pbjax.roofline_points import Roofline
+    from pbjax.roofline_whatif import Variant
 
 Phase = Literal["prefill", "decode", "forward"]
 Attention = Literal["fused", "unfused"]
+
+
+@runtime_checkable
+class _Shape(Protocol):
+    """What is asked of a model; `models` makes it, which nothing here imports."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def phases(self) -> tuple[str, ...]: ...
+
+    def call(
+        self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """A model on a device; makes its reports, each once."""
+
+    name: str
+    shape: _Shape
+    device: "Device"
+    attention: str
+
+    def report(
+        self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
+    ) -> "Roofline":
+        return _report(self, phase, batch_size, seq_len, new_tokens)
+
+
+@cache
+def _report(
+    subject: _Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
+) -> "Roofline":
+    from pbjax.roofline import roofline_report
+
+    call = subject.shape.call(phase, batch_size, seq_len, new_tokens)
+    return roofline_report(
+        call.function,
+        *call.inputs,
+        device=subject.device,
+        cache=call.cache,
+        attention=subject.attention,
+        name=subject.name,
+        phase=phase,
+        items=batch_size,
+        tokens=call.tokens,
+    )
 
 
 def roofline(
@@ -35,52 +90,168 @@ def roofline(
     attention: Annotated[
         Attention, typer.Option(help="Whether scores stay out of memory.")
     ] = "fused",
+    study: Annotated[
+        bool, typer.Option("--study", help="Also predict curves over batch and length.")
+    ] = False,
+    latency_ms: Annotated[
+        float | None, typer.Option(min=0, help="The longest a call may take, for --study.")
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also ask for fewer bits, more devices, a draft.")
+    ] = False,
+    devices: Annotated[int, typer.Option(min=2, help="Devices in parallel, for --what-if.")] = 2,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model of speculative decoding, for --what-if.")
+    ] = None,
+    acceptance: Annotated[
+        float, typer.Option(min=0, max=1, help="Probability that a drafted token is kept.")
+    ] = 0.8,
+    drafted: Annotated[int, typer.Option(min=1, help="Tokens drafted each round.")] = 4,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
 ) -> None:
     """Predict what bounds each part of a model on a device; needs neither weights nor a GPU."""
-    reports = _reports(model, device, phase, (batch, seq), dtype, attention)
-    if as_json:
-        print(json.dumps({"reports": [report.to_dict() for report in reports]}))
-    else:
-        from pbjax.roofline_text import report_text
+    subject = _subject(model, device, dtype, attention)
+    phases = (phase,) if phase else subject.shape.phases
+    reports = [subject.report(name, batch, seq) for name in phases]
+    from pbjax.roofline_text import report_text
 
-        print("\n\n".join(report_text(report) for report in reports))
+    texts = [report_text(report) for report in reports]
+    document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
+    if study:
+        found = [_study(subject, report, seq, latency_ms) for report in reports]
+        texts += [text for text, _ in found]
+        document["studies"] = [data for _, data in found]
+    if what_if:
+        answers = [_what_if(subject, report, seq, devices) for report in reports]
+        if draft is not None:
+            answers.append(_speculation(subject, draft, dtype, seq, acceptance, drafted))
+        texts += [text for text, _ in answers]
+        document["what_if"] = [data for _, data in answers]
+    print(json.dumps(document) if as_json else "\n\n".join(texts))
     for report in reports:
         _require_room(report)
 
 
-def _reports(
-    model: str,
-    device: str,
-    phase: Phase | None,
-    sizes: tuple[int, int | None],
-    dtype: str,
-    attention: Attention,
-) -> "list[Roofline]":
+def _subject(model: str, device: str, dtype: str, attention: str) -> _Subject:
     from pbjax.device import find_device
 
     figures = find_device(device)  # before what takes longer
-    presets = import_module("models.presets")
-    from pbjax.roofline import roofline_report
+    shape = import_module("models.presets").find_shape(model, dtype)
+    return _Subject(name=model, shape=shape, device=figures, attention=attention)
 
-    shape = presets.find_shape(model, dtype)
-    calls = [(name, shape.call(name, *sizes)) for name in ((phase,) if phase else shape.phases)]
-    return [
-        roofline_report(
-            call.function,
-            *call.inputs,
-            device=figures,
-            cache=call.cache,
-            attention=attention,
-            name=model,
-            phase=name,
-            items=sizes[0],
-            tokens=call.tokens,
+
+def _study(
+    subject: _Subject, report: "Roofline", seq: int | None, latency_ms: float | None
+) -> tuple[str, dict[str, object]]:
+    from pbjax.roofline_tables import study_text
+
+    found, choice = _curves(subject, report, seq, latency_ms)
+    data = found.to_dict() | {"choice": asdict(choice)}
+    return study_text(found, choice, report), data
+
+
+def _curves(
+    subject: _Subject, report: "Roofline", seq: int | None, latency_ms: float | None
+) -> "tuple[PhaseStudy, Choice]":
+    from pbjax.roofline_batching import choose_batch, study_phase
+
+    if report.phase == "forward" or seq is None:
+        raise InputError(
+            f"pbjax roofline {subject.name} --study: it has the phase {report.phase}; curves are "
+            "of prefill and decode; ask for a model that generates"
         )
-        for name, call in calls
+    found = study_phase(
+        subject.report,
+        report.phase,
+        batch_size=report.items,
+        seq_len=seq,
+        max_seq_len=getattr(subject.shape.config, "max_seq_len", None),
+    )
+    limit = None if latency_ms is None else latency_ms / 1e3
+    return found, choose_batch(found.by_batch, limit)
+
+
+def _what_if(
+    subject: _Subject, report: "Roofline", seq: int | None, devices: int
+) -> tuple[str, dict[str, object]]:
+    from pbjax.roofline_tables import what_if_text
+
+    variants = _variants(subject, report, seq, devices)
+    data: dict[str, object] = {
+        "phase": report.phase,
+        "variants": [
+            {"name": v.name, "note": v.note, "report": v.report.to_dict()} for v in variants
+        ],
+    }
+    return what_if_text(report, variants), data
+
+
+def _variants(
+    subject: _Subject, report: "Roofline", seq: int | None, devices: int
+) -> "list[Variant]":
+    from dataclasses import replace
+
+    from pbjax import roofline_whatif as changes
+
+    config = subject.shape.config
+    head_dim = getattr(config, "head_dim", config.embed_dim // config.num_heads)
+    other = "unfused" if subject.attention == "fused" else "fused"
+    variants = [
+        changes.with_weight_bits(report, 8),
+        changes.with_weight_bits(report, 4, group=changes.SCALE_GROUP),
     ]
+    if changes.FP8 in report.device.tensor_flops_per_s:
+        variants.append(changes.with_fp8(report))
+    if report.memory.kv_cache_bytes:
+        variants.append(changes.with_kv_bits(report, 8, head_dim))
+    turned = replace(subject, attention=other).report(report.phase, report.items, seq)
+    variants.append(
+        changes.Variant(name=f"attention {other}", report=turned, note="scores of 4 bytes")
+    )
+    if report.device.link_bytes_per_s is not None:
+        layers = config.num_layers
+        variants.append(changes.with_tensor_parallel(report, devices, config.embed_dim, layers))
+    return variants
+
+
+def _speculation(
+    subject: _Subject,
+    draft: str,
+    dtype: str,
+    seq: int | None,
+    acceptance: float,
+    drafted: int,
+) -> tuple[str, dict[str, object]]:
+    from dataclasses import replace
+
+    from pbjax.roofline_batching import BATCH_NODES, interpolated
+    from pbjax.roofline_tables import speculation_text
+    from pbjax.roofline_whatif import break_even_batch, speculate
+
+    shape = import_module("models.presets").find_shape(draft, dtype)
+    drafting = replace(subject, name=draft, shape=shape)
+
+    def seconds(of: _Subject, new_tokens: int):
+        known = {rows: of.report("decode", rows, seq, new_tokens) for rows in BATCH_NODES}
+        return lambda rows: interpolated(known, rows).total.seconds
+
+    steps = seconds(subject, 1), seconds(subject, drafted + 1), seconds(drafting, 1)
+    options = {"acceptance": acceptance, "num_drafted": drafted}
+    batches = [2**i for i in range(11)]
+    found = speculate(*steps, batches=batches, **options)
+    even = break_even_batch(
+        lambda rows: speculate(*steps, batches=(rows,), **options)[0].speedup, batches[-1]
+    )
+    text = speculation_text(found, even, drafted=drafted, acceptance=acceptance)
+    data = {
+        "draft": draft,
+        **options,
+        "break_even_batch": even,
+        "batches": list(map(asdict, found)),
+    }
+    return text, {"phase": "decode", "speculation": data}
 
 
 def _require_room(report: "Roofline") -> None:

@@ -98,7 +98,7 @@ def summary_text(report: Roofline) -> str:
         lines.append(f"cost unknown, counted by bytes: {', '.join(report.unknown)}")
     if not report.exact:
         lines.append("a loop without a known length counts once, a branch as its costliest")
-    return "\n".join(line for text in lines for line in _wrapped(text))
+    return "\n".join(line for text in lines for line in wrapped(text))
 
 
 def table_text(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -131,11 +131,12 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
+    """A text as lines of at most WIDTH columns."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
-def _short(value: float) -> str:
+def _short(value: int | float) -> str:
     """At most four digits, and a dot or a comma."""
     if value == 0:
         return "0"
@@ -150,7 +151,7 @@ def _rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:,.4g} TFLOP/s"
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: int | float) -> str:
     """Bytes in the unit that leaves the fewest digits."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:

@@ -1,0 +1,130 @@
+"""Batching study and what-if as tables of at most 100 columns. Computes nothing new."""
+
+import math
+from collections.abc import Sequence
+
+from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
+from pbjax.roofline_points import Roofline
+from pbjax.roofline_text import size, table_text, wrapped
+from pbjax.roofline_whatif import Speculation, Variant
+
+_CURVE = (
+    *("ms", "tokens/s", "dense FLOP/B", "TFLOP/s", "attention FLOP/B", "TFLOP/s", "memory"),
+    "",
+)
+
+
+def study_text(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
+    """A phase over batch and over length, with what is read off the curves.
+
+    Args:
+      study: The curves.
+      choice: The batch that was chosen from them.
+      report: Any report of the same model and device, for its name and ridge point.
+    """
+    seq_len, batch_size = study.by_batch[0].seq_len, study.by_seq[0].batch_size
+    by_batch = table_text(
+        f"{report.model}, {study.phase} over the batch, {seq_len:,} tokens a row, on "
+        f"{report.device.kind} (predicted)",
+        ("batch", *_CURVE),
+        [(f"{p.batch_size:,}", *_cells(p), _mark(p, choice)) for p in study.by_batch],
+    )
+    by_seq = table_text(
+        f"{study.phase} over the length, batch {batch_size:,}",
+        ("tokens", *_CURVE),
+        [(f"{p.seq_len:,}", *_cells(p), "" if p.fits else "does not fit") for p in study.by_seq],
+    )
+    return f"{by_batch}\n{_conclusions(study, choice, report)}\n\n{by_seq}"
+
+
+def _cells(point: SizePoint) -> tuple[object, ...]:
+    return (
+        point.seconds * 1e3,
+        point.tokens_per_s,
+        point.dense_intensity,
+        point.dense_flops_per_s / 1e12,
+        point.attention_intensity,
+        point.attention_flops_per_s / 1e12,
+        size(point.peak_bytes),
+    )
+
+
+def _mark(point: SizePoint, choice: Choice) -> str:
+    if point == choice.chosen:
+        return "<- chosen"
+    return "" if point in choice.front else "beaten" if point.fits else "does not fit"
+
+
+def _conclusions(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
+    other = choice.runner_up
+    critical = (
+        f"dense layers meet the ridge point, {report.ridge_point:.0f} FLOP/byte, at "
+        f"{_rows(study.critical_batch)}"
+    )
+    layers: dict[str, list[str]] = {}
+    for name, rows in study.layers.items():
+        layers.setdefault(_rows(rows), []).append(name.rsplit("/", 1)[-1])
+    lines = [
+        f"critical batch: {critical}; "
+        + "; ".join(f"{', '.join(names)} at {rows}" for rows, names in layers.items()),
+        f"largest batch that fits: {study.largest_batch:,} ({size(study.kv_bytes_per_row)} of KV "
+        "cache a row)",
+        f"chosen: batch {choice.chosen.batch_size:,}: {choice.reason}"
+        + (f"; runner-up {other.batch_size:,}" if other else ""),
+        "the Pareto front of latency and throughput is every batch that is not marked as beaten",
+    ]
+    return "\n".join(line for text in lines for line in wrapped(text))
+
+
+def _rows(rows: float) -> str:
+    return f"batch {max(1, math.ceil(rows)):,}" if math.isfinite(rows) else "no batch"
+
+
+def what_if_text(report: Roofline, variants: Sequence[Variant]) -> str:
+    """What each change would make of a report.
+
+    Args:
+      report: As it is.
+      variants: The changes.
+    """
+    rows = [
+        (
+            name,
+            found.total.seconds * 1e3,
+            f"{report.total.seconds / found.total.seconds:.2f}x",
+            str(found.total.resource),
+            size(found.total.traffic.total),
+            size(found.memory.peak_bytes),
+            "yes" if found.fits else "no",
+        )
+        for name, found in [("as it is", report), *((v.name, v.report) for v in variants)]
+    ]
+    title = f"{report.model}, {report.phase}: what if (predicted, {report.device.kind})"
+    columns = ("", "ms", "speed-up", "class", "moved", "memory", "fits")
+    notes = [line for v in variants for line in wrapped(f"{v.name}: {v.note}")]
+    return "\n".join([table_text(title, columns, rows), *notes])
+
+
+def speculation_text(
+    found: Sequence[Speculation], break_even: int | None, *, drafted: int, acceptance: float
+) -> str:
+    """Speculative decoding over the batch.
+
+    Args:
+      found: By batch.
+      break_even: The largest batch up to which it gains; None if it always does.
+      drafted: Tokens drafted each round.
+      acceptance: Probability that one is kept.
+    """
+    rows = [(f"{s.batch_size:,}", s.draft_cost, s.verify_cost, f"{s.speedup:.2f}x") for s in found]
+    title = (
+        f"speculative decoding, {drafted} drafted tokens, {acceptance:.0%} accepted: a draft step "
+        "and the check of all\ndrafted tokens over a plain step, and the expected speed-up"
+    )
+    last = (
+        f"break-even: gains at every batch up to {found[-1].batch_size:,}"
+        if break_even is None
+        else f"break-even: gains up to batch {break_even:,}"
+    )
+    columns = ("batch", "draft step", "check", "speed-up")
+    return f"{table_text(title, columns, rows)}\n{last}"

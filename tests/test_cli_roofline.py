@@ -1,0 +1,101 @@
+"""The command line of rooflines: what it prints, what it refuses, what it loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbjax.cli import app
+
+DATA = Path(__file__).parent / "data"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["roofline", *map(str, arguments)])
+
+
+def printed(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def test_prefill_and_decode_are_apart():
+    text = printed(DATA / "gpt2", "--device", "nvidia-h200", "--batch", 2, "--seq", 12)
+    assert "gpt2, prefill (batch 2, 24 tokens in), bfloat16, attention fused" in text
+    assert "gpt2, decode (batch 2, 2 tokens in), bfloat16, attention fused" in text
+    assert "ridge point 206 FLOP/byte" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_json_is_one_document_with_all_phases():
+    text = printed(DATA / "gpt2", "--device", "h200", "--batch", 2, "--seq", 12, "--json")
+    reports = json.loads(text)["reports"]
+    assert [r["phase"] for r in reports] == ["prefill", "decode"]
+    assert all(
+        sum(s["seconds"] for s in r["stages"]) == pytest.approx(r["total"]["seconds"])
+        for r in reports
+    )
+    assert reports[1]["total"]["bound"] == "memory"
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "conformer"])
+def test_a_folder_needs_no_weights(name, tmp_path):
+    (tmp_path / "config.json").write_text((DATA / name / "config.json").read_text())
+    sizes = {"vit": (), "conformer": ("--seq", 4000)}.get(name, ("--seq", 12))
+    text = printed(tmp_path, "--device", "l40s", *sizes)
+    assert "NVIDIA L40S" in text
+
+
+def test_study_and_what_if_answer_in_words_and_in_json():
+    arguments = ("gpt2", "--device", "a100-sxm4-80gb", "--batch", 2, "--seq", 128)
+    options = ("--study", "--latency-ms", 5, "--what-if", "--draft", "gpt2")
+    text = printed(*arguments, "--phase", "decode", *options)
+    for words in (
+        "critical batch",
+        "largest batch that fits",
+        "chosen: batch",
+        "weights in 4 bits",
+        "KV cache in 8 bits",
+        "attention unfused",
+        "tensor parallel over 2",
+        "break-even",
+    ):
+        assert words in text
+    assert "FP8" not in text  # an A100 has none
+    assert max(map(len, text.splitlines())) <= 100
+    data = json.loads(printed(*arguments, "--phase", "decode", *options, "--json"))
+    assert data["studies"][0]["choice"]["chosen"]["seconds"] <= 0.005
+    assert data["what_if"][1]["speculation"]["batches"][0]["batch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("nothing", "--device", "h200"), 2, "presets are"),
+        (("gpt2", "--device", "abacus"), 1, "known kinds are"),
+        (("gpt2", "--device", "h200"), 2, "seq is missing"),
+        (("gpt2", "--device", "h200", "--seq", 2000), 2, "1 to 1024"),
+        (("vit-base", "--device", "h200", "--seq", 7), 2, "leave it out"),
+        (("minilm", "--device", "h200", "--seq", 8, "--phase", "decode"), 2, "no phase 'decode'"),
+        (("minilm", "--device", "h200", "--seq", 8, "--study"), 2, "generates"),
+        (("minilm", "--device", "h200", "--seq", 8, "--dtype", "int3"), 2, "supported are"),
+        (("gpt2", "--device", "rtx 4090", "--seq", 1024, "--batch", 800), 1, "24.0 GB"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments, code, words):
+    result = run(*arguments)
+    assert result.exit_code == code
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_a_batch_that_does_not_fit_shows_its_figures():
+    result = run(
+        "llama3-8b", "--device", "l40s", "--phase", "decode", "--batch", 512, "--seq", 1024
+    )
+    assert result.exit_code == 1
+    assert "DOES NOT FIT" in result.stdout.replace("\n  ", " ")
+    assert "16.1 weights, 68.7 KV cache" in result.stderr
