@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 import typer
@@ -139,7 +140,7 @@ def _subject(model: str, device: str, dtype: str, attention: str) -> _Subject:
 
     figures = find_device(device)  # before what takes longer
     shape = import_module("models.presets").find_shape(model, dtype)
-    return _Subject(name=model, shape=shape, device=figures, attention=attention)
+    return _Subject(name=Path(model).name, shape=shape, device=figures, attention=attention)
 
 
 def _study(
