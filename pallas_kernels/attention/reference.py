@@ -68,3 +68,55 @@ def attention_reference(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights /= jnp.where(total > 0, total, 1.0)
     return jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
+
+
+def attention_packed_reference(
+    q: Float[Array, "X N H"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"],
+    offsets: Int[Array, " C"],
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+) -> Float[Array, "X N H"]:
+    """Attention of each token over the tokens of its own sequence, one head after the other.
+
+    Args:
+      q: Queries of all sequences.
+      k: Keys.
+      v: Values.
+      offsets: First token of each sequence, then the end of the last; rows beyond are zero.
+      scale: Factor of the scores.
+      causal: Whether a query sees only keys up to its own position.
+      window: Number of last keys a query sees, its own position included.
+      alibi_slopes: Slope of each query head.
+
+    Returns:
+      The weighted values in float32.
+    """
+    num_tokens, num_heads, _ = q.shape
+    i, j = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]
+    begins = jnp.max(jnp.where(offsets[None] <= i, offsets[None], 0), axis=1, keepdims=True)
+    ends = jnp.min(jnp.where(offsets[None] > i, offsets[None], num_tokens), axis=1, keepdims=True)
+    counts = (begins <= j) & (j < ends) & (i < offsets[-1])
+    if causal:
+        counts &= j <= i
+    if window is not None:
+        counts &= j > i - window
+    group = num_heads // k.shape[1]
+    slopes = jnp.zeros(num_heads) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
+
+    def one_head(head):
+        query = q[:, head].astype(jnp.float32)
+        key, value = (x[:, head // group].astype(jnp.float32) for x in (k, v))
+        scores = scale * jnp.dot(query, key.T, precision=lax.Precision.HIGHEST)
+        scores = jnp.where(counts, scores - slopes[head] * jnp.abs(i - j), -jnp.inf)
+        highest = jnp.max(scores, axis=1, keepdims=True)
+        weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        weights /= jnp.where(total > 0, total, 1.0)
+        return jnp.dot(weights, value, precision=lax.Precision.HIGHEST)
+
+    return jnp.swapaxes(lax.map(one_head, jnp.arange(num_heads)), 0, 1)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
@@ -21,6 +23,49 @@ class AttentionShape:
     query_starts: bool = False
     alibi: bool = False
     bias_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedShape:
+    """Sequences of several lengths without padding, and some rows that belong to none."""
+
+    name: str
+    lengths: tuple[int, ...]
+    num_spare_rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool = False
+    window: int | None = None
+    alibi: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the queries."""
+        return sum(self.lengths) + self.num_spare_rows
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """First row of each sequence, and the end of the last."""
+        return np.cumsum([0, *self.lengths], dtype=np.int32)
+
+
+def _packed(name, lengths, heads, head_dim, *, kv_heads=None, **terms) -> PackedShape:
+    return PackedShape(
+        name=f"packed {name}",
+        lengths=tuple(map(int, lengths)),
+        num_spare_rows=-sum(map(int, lengths)) % 128,
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        **terms,
+    )
+
+
+def _between(shortest: int, longest: int, number: int) -> np.ndarray:
+    """Lengths at equal distances, in an order without a pattern."""
+    lengths = np.linspace(shortest, longest, number).astype(np.int32)
+    return np.random.default_rng(0).permutation(lengths)
 
 
 def _square(name, batch_size, length, heads, head_dim, *, kv_heads=None, **terms) -> AttentionShape:
@@ -63,6 +108,8 @@ SWEEP = [
 # Lengths that fill no tile, heads that fill no swizzle, terms in combination.
 RAGGED = [
     _square("odd length", 2, 197, 4, 64),
+    _square("odd length, taken as packed", 8, 197, 4, 64),
+    _square("odd length, taken as packed, causal", 8, 333, 4, 128, causal=True, lengths=True),
     _square("three consumers", 2, 384, 4, 64),
     AttentionShape(
         name="chunk of a prompt",
@@ -91,5 +138,24 @@ RAGGED = [
     _square("head 96", 1, 200, 2, 96),
     _square("head 192", 1, 200, 2, 192, causal=True),
     _square("head 256", 1, 200, 2, 256),
+]
+# Lengths known only when the program runs; the longest takes part in padding where there is any.
+PACKED = [
+    _packed("bert-base 96x(64..384)", _between(64, 384, 96), 12, 64),
+    _packed("gpt2-xl 24x(64..1024)", _between(64, 1024, 24), 25, 64, causal=True),
+    _packed("llama3-8b 16x(128..2048)", _between(128, 2048, 16), 32, 128, kv_heads=8, causal=True),
+]
+_FEW = (5, 0, 123, 200, 3, 8, 333, 1)
+PACKED_RAGGED = [
+    _packed("ragged", _FEW, 4, 64),
+    _packed("ragged, 128", _FEW, 4, 128, kv_heads=2),
+    _packed("ragged, causal", _FEW, 4, 64, causal=True),
+    _packed("ragged, causal, 128", _FEW, 4, 128, kv_heads=2, causal=True),
+    _packed("window", _FEW, 4, 64, causal=True, window=100),
+    _packed("alibi", _FEW, 4, 128, causal=True, alibi=True),
+    _packed("alibi both ways", _FEW, 4, 64, alibi=True),
+    _packed("head 40", _FEW, 2, 40),
+    _packed("head 256", _FEW, 2, 256, causal=True),
+    _packed("one sequence", (520,), 2, 64),
 ]
 SHAPES = [*MODELS, *SWEEP, *RAGGED]

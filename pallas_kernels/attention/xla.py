@@ -53,3 +53,38 @@ def attention_xla(
     if mask is None:
         return out
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+
+def attention_packed_xla(
+    q: Float[Array, "X N H"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"],
+    offsets: Int[Array, " C"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    alibi_slopes: Float[Array, " N"] | None,
+) -> Float[Array, "X N H"]:
+    """Attends over all tokens and masks those of other sequences; see api.attention_packed."""
+    token = jnp.arange(q.shape[0])
+    sequence = jnp.sum(token[:, None] >= offsets[None, 1:], axis=1)
+    mask = (sequence[:, None] == sequence[None]) & (sequence < len(offsets) - 1)[:, None]
+    if causal:
+        mask &= token[None] <= token[:, None]
+    if window is not None:
+        mask &= token[None] > token[:, None] - window
+    bias = None
+    if alibi_slopes is not None:
+        distance = jnp.abs(token[:, None] - token[None]).astype(jnp.float32)
+        bias = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance[None, None]
+    out = jax.nn.dot_product_attention(
+        q[None],
+        k[None],
+        v[None],
+        bias=bias,
+        mask=mask[None, None],
+        scale=scale,
+        implementation="xla",
+    )[0]
+    return jnp.where(mask.any(1)[:, None, None], out, jnp.zeros((), out.dtype))

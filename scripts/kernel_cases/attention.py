@@ -6,17 +6,32 @@ import jax
 import jax.numpy as jnp
 
 from kernel_cases import Case
-from pallas_kernels.attention import attention, attention_reference
-from pallas_kernels.attention.shapes import MODELS, RAGGED, SWEEP, AttentionShape
+from pallas_kernels.attention import (
+    attention,
+    attention_packed,
+    attention_packed_reference,
+    attention_reference,
+)
+from pallas_kernels.attention.shapes import (
+    MODELS,
+    PACKED,
+    PACKED_RAGGED,
+    RAGGED,
+    SWEEP,
+    AttentionShape,
+    PackedShape,
+)
 
 
 def cases() -> list[Case]:
     """Models and sweep on all SMs, BERT on half of them, and ragged shapes in both dtypes."""
     found = [_case(shape, "bfloat16", None, timed=True) for shape in [*MODELS, *SWEEP]]
     found.append(_case(MODELS[1], "bfloat16", 66, timed=True))
-    return found + [
-        _case(shape, dtype, 7, timed=False) for shape in RAGGED for dtype in ("bfloat16", "float16")
-    ]
+    found += [_packed_case(shape, "bfloat16", None, timed=True) for shape in PACKED]
+    for dtype in ("bfloat16", "float16"):
+        found += [_case(shape, dtype, 7, timed=False) for shape in RAGGED]
+        found += [_packed_case(shape, dtype, 7, timed=False) for shape in PACKED_RAGGED]
+    return found
 
 
 def _names(shape: AttentionShape) -> list[str]:
@@ -118,4 +133,62 @@ def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
         arrays.append(2.0 ** (-8 * (heads + 1) / shape.num_heads))
     if shape.bias_batch:
         arrays.append(jax.random.normal(keys[5], (shape.bias_batch, shape.num_heads, t, s), dtype))
+    return tuple(arrays)
+
+
+def _packed_case(shape: PackedShape, dtype: str, sm_budget: int | None, *, timed: bool) -> Case:
+    options = {"causal": shape.causal, "window": shape.window, "scale": shape.head_dim**-0.5}
+
+    def call(f, **extra):
+        def run(q, k, v, offsets, slopes, *_):
+            return f(q, k, v, offsets, alibi_slopes=slopes, **options, **extra)
+
+        return run
+
+    pairs = sum(t * (t + 1) // 2 if shape.causal else t * t for t in shape.lengths)
+    width = shape.num_heads + shape.num_kv_heads
+    return Case(
+        kernel="attention",
+        name=shape.name if sm_budget is None else f"{shape.name}, {sm_budget} SMs",
+        dtype=dtype,
+        make=functools.partial(_make_packed, shape, dtype, padded=timed),
+        run=call(attention_packed, implementation="mosaic_gpu", sm_budget=sm_budget),
+        reference=call(attention_packed_reference),
+        close=({"reduction": max(shape.lengths), "roundings": 1},),
+        opponents={"cudnn, padded": functools.partial(_cudnn_padded, shape)} if timed else {},
+        flops=4 * shape.num_heads * shape.head_dim * pairs if timed else 0,
+        num_bytes=4 * shape.head_dim * shape.num_rows * width,
+    )
+
+
+def _cudnn_padded(shape: PackedShape, *inputs):
+    """The library on the same sequences, each padded to the longest, which its inputs were."""
+    q, k, v, lengths = inputs[5:]
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=shape.head_dim**-0.5,
+        is_causal=shape.causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+def _make_packed(shape: PackedShape, dtype: str, key, *, padded: bool):
+    keys = jax.random.split(key, 6)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+
+    def draw(keys, *batch):
+        return [
+            jax.random.normal(k, (*batch, n, shape.head_dim), dtype)
+            for k, n in zip(keys, heads, strict=True)
+        ]
+
+    slopes = 2.0 ** (-jnp.arange(shape.num_heads, dtype=jnp.float32)) if shape.alibi else None
+    arrays = [*draw(keys[:3], shape.num_rows), jnp.asarray(shape.offsets), slopes]
+    if padded:
+        arrays += draw(keys[3:], len(shape.lengths), max(shape.lengths))
+        arrays.append(jnp.asarray(shape.lengths, jnp.int32))
     return tuple(arrays)

@@ -1,0 +1,572 @@
+"""Attention forward on Hopper tensor cores, as a persistent kernel.
+
+A CTA is one TMA warpgroup and two or three consumer warpgroups of 64 query rows each. In each step
+a consumer issues the scores of the next key tile and the product of the last weights with their
+values, and takes the softmax of the scores while products run; the consumers issue in turn, so that
+one multiplies while another exponentiates. Key tiles go from the last to the first, so that a
+masked tile comes first and a causal maximum is found early. The next item's queries and first keys
+load while an item runs; its output leaves from where its queries were. The grid is the SM budget.
+
+Not here: how a call becomes operands (mosaic_gpu.py), the tile (tile.py), and which CTA does what
+(items.py).
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels.attention import items
+from pallas_kernels.attention.tile import (
+    ALIGNMENT,
+    BARRIER_BYTES,
+    REGISTERS,
+    ROWS,
+    SMEM_BYTES,
+    Problem,
+    Tile,
+)
+
+LOG2_E = math.log2(math.e)
+# Start of the running maximum; finite, since exp2(-inf - LOWEST) is 0 and exp2(-inf + inf) is NaN.
+LOWEST = -1e30
+
+MATRIX = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Given[Operand]:
+    """The operands, arrays outside and references inside the kernel; None where there is none."""
+
+    q: Operand
+    k: Operand
+    v: Operand
+    lengths: Operand | None
+    query_lengths: Operand | None
+    starts: Operand | None
+    slopes: Operand | None
+    bias: Operand | None
+    packed: Operand | None  # as items.pack gives them
+    dealt: Operand | None  # as items.deal gives them
+
+
+class Place(NamedTuple):
+    """One work item: a query tile of one head, and its key tiles first .. last - 1."""
+
+    batch: Array
+    head: Array
+    origin: Array  # where rows and keys count from, in units of what TMA aligns
+    row: Array  # first query row
+    start: Array  # position of query row 0 among the keys
+    low: Array  # first valid row, and key
+    keys: Array  # end of the valid keys
+    queries: Array  # end of the valid rows
+    first: Array
+    last: Array
+    clear_first: Array  # tiles clear_first .. clear_last - 1 need no mask
+    clear_last: Array
+
+
+def _ceil_div(a: Array, b: int) -> Array:
+    return lax.div(a + (b - 1), jnp.int32(b))
+
+
+def _mod(a: Array, b: int) -> Array:
+    return lax.rem(a, jnp.int32(b))
+
+
+def _divmod(a: Array, b: int) -> tuple[Array, Array]:
+    return lax.div(a, jnp.int32(b)), _mod(a, b)
+
+
+def _place(problem: Problem, tile: Tile, given: Given[jax.Ref], item: Array) -> Place:
+    """Where work item `item` lies; a section of heads starts with its last query tiles."""
+    zero = jnp.int32(0)
+    batch, origin, start, low = zero, zero, zero, zero
+    keys, queries = jnp.int32(problem.num_keys), jnp.int32(problem.num_queries)
+    if given.packed is not None:
+        index, head = _divmod(item, problem.num_heads)
+        row, begin, queries, keys = (given.packed[1 + 4 * index + i] for i in range(4))
+        origin, low = _divmod(begin, ALIGNMENT)
+        queries, keys = queries - (begin - low), keys - (begin - low)
+    else:
+        tiles, section_heads = items.num_tiles(problem, tile), problem.heads_per_section()
+        section, within = _divmod(item, section_heads * tiles)
+        behind, index = _divmod(within, section_heads)
+        row = (tiles - 1 - behind) * tile.block_q
+        batch, head = _divmod(section * section_heads + index, problem.num_heads)
+    if given.lengths is not None:
+        keys = jnp.clip(given.lengths[batch], 0, problem.num_keys)
+    if given.starts is not None:
+        start = jnp.clip(given.starts[batch], 0, problem.num_keys)
+    if given.query_lengths is not None:
+        queries = given.query_lengths[batch]
+        keys = jnp.where(row < queries, keys, 0)
+    seen_by_all, seen_by_any = keys, keys
+    if problem.causal:
+        seen_by_all = jnp.minimum(keys, row + start + 1)
+        seen_by_any = jnp.minimum(keys, row + start + tile.block_q)
+    # Where there is no key, one tile is taken and masked.
+    last = jnp.maximum(_ceil_div(seen_by_any, tile.block_kv), 1)
+    first, masked = zero, low
+    if problem.window is not None:
+        oldest = jnp.maximum(row + start + 1 - problem.window, 0)
+        first = jnp.minimum(lax.div(oldest, jnp.int32(tile.block_kv)), last - 1)
+        masked = jnp.maximum(oldest + tile.block_q - 1, low)
+    clear_first = _ceil_div(masked, tile.block_kv)
+    clear_last = lax.div(seen_by_all, jnp.int32(tile.block_kv))
+    return Place(
+        batch, head, origin, row, start, low, keys, queries, first, last, clear_first, clear_last
+    )
+
+
+def _for_each_item(
+    problem: Problem, tile: Tile, sms: int, given: Given[jax.Ref], run: Callable[..., Array]
+) -> Array:
+    """Calls run(item, number, step) for the items of this CTA; returns how many there were.
+
+    number counts the items of this CTA, step their steps; run returns the step after its own.
+    """
+    sm = lax.axis_index("sm")
+    if given.dealt is not None:
+        dealt, count = given.dealt, given.dealt[sm, 0]
+
+        def item_of(i):
+            return dealt[sm, i + 1]
+
+    elif given.packed is not None:  # longest first, dealt forwards and backwards in turn
+        total = given.packed[0] * problem.num_heads
+        rounds, left = _divmod(total, sms)
+
+        def item_of(i):
+            return i * sms + lax.select(_mod(i, 2) == 0, sm, sms - 1 - sm)
+
+        count = rounds + (item_of(rounds) - rounds * sms < left).astype(jnp.int32)
+    else:
+        count = lax.div(items.num_items(problem, tile) - 1 - sm + sms, jnp.int32(sms))
+
+        def item_of(i):
+            return sm + i * sms
+
+    lax.fori_loop(0, count, lambda i, step: run(item_of(i), i, step), jnp.int32(0))
+    return count
+
+
+def _allowed(
+    problem: Problem, tile: Tile, place: Place, row: Array, key: Array, *, last: bool
+) -> Array:
+    """Which of the scores of rows row .. and keys key .. count.
+
+    last says whether the tile may reach beyond what a row sees, not only before it.
+    """
+    shape = (ROWS, tile.block_kv)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+    position = None
+    window = problem.window
+    if problem.causal and (last or window is not None):
+        position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
+        position += row + place.start - key
+    conditions = []
+    if last:
+        end = place.keys - key
+        conditions.append(column < (end if position is None else jnp.minimum(position + 1, end)))
+    if window is not None and position is not None:
+        conditions.append(column > position - window)
+    if problem.packed:
+        conditions.append(column >= place.low - key)
+    return functools.reduce(operator.and_, conditions)
+
+
+def _alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array):
+    """ALiBi in units of log2 for rows row .. and keys key .., as a matrix and a scalar to add.
+
+    A causal row may shift by a constant: then only the scalar depends on where the tile lies.
+    """
+    shape = (ROWS, tile.block_kv)
+    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN)
+    column = column.astype(jnp.float32)
+    if problem.causal:
+        offset = (key - row - place.start - (ROWS - 1)).astype(jnp.float32)
+        return lax.broadcast_in_dim(column * slope, shape, [1]), offset * slope
+    position = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW).astype(jnp.float32)
+    position += (row + place.start - key).astype(jnp.float32)
+    distance = lax.broadcast_in_dim(column, shape, [1]) - lax.broadcast_in_dim(position, shape, [0])
+    return jnp.abs(distance) * -slope, jnp.float32(0)
+
+
+def _over_rows(v: Array, shape: tuple[int, ...]) -> Array:
+    return lax.broadcast_in_dim(v, shape, [0])
+
+
+def _softmax_step(scores, terms, shift, m, total, factor: float):
+    """Online softmax by log2: weights, new maximum and sum, and the factor for what came before."""
+    if terms is None:
+        m_new = jnp.maximum(m, scores.max(axis=1) * factor)
+        p = jnp.exp2(scores * factor - _over_rows(m_new, scores.shape))
+    else:
+        scores = scores * factor + terms
+        m_new = jnp.maximum(m, scores.max(axis=1) + shift)
+        p = jnp.exp2(scores - _over_rows(m_new - shift, scores.shape))
+    shrink = jnp.exp2(m - m_new)
+    return p, m_new, total * shrink + p.sum(axis=1), shrink
+
+
+def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs) -> None:
+    refs = list(refs)
+    q_g, k_g, v_g = refs[:3]
+    del refs[:3]
+    present = (
+        problem.has_lengths,
+        problem.has_query_lengths,
+        problem.has_starts,
+        problem.has_alibi,
+        bool(problem.bias_batch),
+        problem.packed,
+        problem.causal and not problem.packed,
+    )
+    given = Given(q_g, k_g, v_g, *(refs.pop(0) if there else None for there in present))
+    o_g, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = refs[:11]
+    del refs[:11]
+    held = refs.pop(0) if tile.holds else None
+    rows_s = refs.pop(0) if problem.packed else None
+    b_s, b_full, b_empty = refs[:3] if problem.bias_batch else (None, None, None)
+    wg = lax.axis_index("wg")
+    dtype, depth, consumers = given.q.dtype, tile.depth, tile.consumers
+    factor = problem.scale * LOG2_E
+    registers = REGISTERS[consumers]
+
+    def rows_from(place, row, size=ROWS):
+        return pl.ds((place.origin + lax.div(row, jnp.int32(ALIGNMENT))) * ALIGNMENT, size)
+
+    def query_slot(number):
+        return _mod(number, tile.query_slots)
+
+    def query_barrier(number, w):
+        return query_slot(number) * consumers + w
+
+    def free_last_queries(number):
+        """Frees the slot of the item before this one, whose output has left it by now."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(q_empty.at[query_barrier(number + 1, wg)])
+
+    def store_rows(staged, place, o, row, begin, count):
+        """Stores rows begin .. begin + count - 1, and no other, as their neighbours are others'.
+
+        In copies of 32, 16, .. 1 rows: a copy's size is static, and that of swizzled tiles aligned.
+        """
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's rows have left
+        staged[...] = o
+        plgpu.commit_smem()
+        for size in (2**i for i in reversed(range(ROWS.bit_length() - 1))):
+            done = lax.div(count, jnp.int32(2 * size)) * (2 * size)
+
+            @pl.when(_mod(count, 2 * size) >= size)
+            def _(size=size, done=done):
+                plgpu.copy_smem_to_gmem(
+                    staged.at[pl.ds(begin + done, size)],
+                    o_g.at[0, pl.ds(place.origin * ALIGNMENT + row + done, size), place.head],
+                )
+
+    def attend_rows(place, row, number, step):
+        steps = place.last - place.first
+        queries = q_s.at[query_slot(number), wg]
+        slope = None if given.slopes is None else given.slopes[place.head] * LOG2_E
+
+        def key_of(j):
+            return (place.last - 1 - j) * tile.block_kv
+
+        def masked(scores, j, *, last):
+            allowed = _allowed(problem, tile, place, row, key_of(j), last=last)
+            return jnp.where(allowed, scores, -jnp.inf)
+
+        def terms_of(j):
+            terms, shift = None, jnp.float32(0)
+            if slope is not None:
+                terms, shift = _alibi(problem, tile, place, row, key_of(j), slope)
+            if b_s is not None and b_full is not None and b_empty is not None:
+                plgpu.barrier_wait(b_full.at[wg])
+                bias = plgpu.layout_cast(b_s[wg], MATRIX).astype(jnp.float32) * LOG2_E
+                plgpu.commit_smem()  # read by all threads before TMA writes it again
+                plgpu.barrier_arrive(b_empty.at[wg])
+                terms = bias if terms is None else terms + bias
+            return terms, shift
+
+        def load(o_ref):
+            return o_ref[...] if interpret else plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
+
+        def attend(o_ref):
+            def scores_of(j, meanwhile=None, wait_n=1):
+                slot = _mod(step + j, depth)
+                plgpu.barrier_wait(k_full.at[slot])
+                if meanwhile is not None:
+                    plgpu.barrier_wait(turn.at[wg])
+
+                def multiply(s_ref):
+                    plgpu.wgmma(s_ref, queries, k_s.at[slot].transpose((1, 0)))
+                    if meanwhile is None:
+                        return s_ref[...]
+                    meanwhile()
+                    plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
+
+                scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, tile.block_kv)))
+                plgpu.barrier_arrive(k_empty.at[slot])
+                return scores
+
+            def add_values(p, j):
+                slot = _mod(step + j, depth)
+                plgpu.barrier_wait(v_full.at[slot])
+                if interpret:  # no WGMMA with its left operand in registers there
+                    o_ref[...] += jnp.dot(p, v_s[slot], preferred_element_type=jnp.float32)
+                    plgpu.commit_smem()
+                else:
+                    plgpu.wgmma(o_ref, p, v_s.at[slot])
+
+            def values_added(j):
+                if not interpret:
+                    plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(v_empty.at[_mod(step + j, depth)])
+
+            def advance(j, carry, *, mask, last=True):
+                m, total, p = carry
+                # A masked step does not overlap: with a product in flight over the end of one loop
+                # and into the next, ptxas serialises every WGMMA (C7513).
+                scores = scores_of(j, lambda: add_values(p, j - 1), wait_n=0 if mask else 1)
+                if mask:
+                    scores = masked(scores, j, last=last)
+                p, m, total, shrink = _softmax_step(scores, *terms_of(j), m, total, factor)
+                p = p.astype(dtype)
+                if held is not None:  # ptxas moves nothing over a wait for a barrier
+                    plgpu.barrier_arrive(held.at[wg])
+                    plgpu.barrier_wait(held.at[wg])
+                values_added(j - 1)
+                o = load(o_ref)
+                o_ref[...] = o * _over_rows(shrink, o.shape)
+                return m, total, p
+
+            if interpret:
+                o_ref[...] = jnp.zeros_like(o_ref)
+            m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+            plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
+            scores = scores_of(jnp.int32(0))
+            if tile.query_slots > 1:
+                free_last_queries(number)
+            if problem.masks_last(tile):
+                scores = masked(scores, jnp.int32(0), last=True)
+            p, m, total, _ = _softmax_step(scores, *terms_of(jnp.int32(0)), m, total, factor)
+            carry, start = (m, total, p.astype(dtype)), jnp.int32(1)
+            if problem.masks_two(tile):
+                carry, start = advance(start, carry, mask=True), start + 1
+            elif problem.masks_beyond_last(tile):
+                stop = jnp.clip(place.last - place.clear_last, start, steps)
+                carry = lax.fori_loop(start, stop, functools.partial(advance, mask=True), carry)
+                start = stop
+            stop = steps
+            if problem.masks_first():
+                stop = jnp.clip(place.last - place.clear_first, start, steps)
+            carry = lax.fori_loop(start, stop, functools.partial(advance, mask=False), carry)
+            if problem.masks_first():
+                masked_first = functools.partial(advance, mask=True, last=False)
+                carry = lax.fori_loop(stop, steps, masked_first, carry)
+            m, total, p = carry
+            add_values(p, steps - 1)
+            inverse = jnp.where(total > 0, 1 / total, 0.0)
+            if given.query_lengths is not None:
+                index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+                inverse = jnp.where(index < place.queries - row, inverse, 0.0)
+            values_added(steps - 1)
+            o = load(o_ref)
+            return o * _over_rows(inverse, o.shape)
+
+        if interpret:
+            o = attend(refs[-1].at[wg])
+        else:
+            o = pl.run_scoped(attend, plgpu.ACC((ROWS, problem.head_dim)))
+        o = o.astype(dtype)
+
+        def store_tile():
+            queries[...] = o
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(queries, o_g.at[place.batch, rows_from(place, row), place.head])
+
+        if rows_s is None:
+            store_tile()
+        else:
+            begin = jnp.maximum(place.low - row, 0)
+            count = jnp.clip(place.queries - row, begin, ROWS) - begin
+            staged = rows_s.at[wg]
+            lax.cond(
+                count == ROWS,
+                store_tile,
+                lambda: store_rows(staged, place, o, row + begin, begin, count),
+            )
+        if tile.query_slots == 1:
+            free_last_queries(number)
+
+    def pass_by(place, number, step):
+        """What a consumer does whose rows all lie beyond the queries: keep the barriers going."""
+
+        def see_key_tile(j):
+            slot = _mod(step + j, depth)
+            plgpu.barrier_wait(k_full.at[slot])
+            plgpu.barrier_arrive(k_empty.at[slot])
+            if b_full is not None and b_empty is not None:
+                plgpu.barrier_wait(b_full.at[wg])
+                plgpu.barrier_arrive(b_empty.at[wg])
+
+        def see_value_tile(j):
+            slot = _mod(step + j, depth)
+            plgpu.barrier_wait(v_full.at[slot])
+            plgpu.barrier_arrive(v_empty.at[slot])
+
+        def advance(j, _):
+            plgpu.barrier_wait(turn.at[wg])
+            plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+            see_key_tile(j)
+            see_value_tile(j - 1)
+
+        steps = place.last - place.first
+        plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
+        free_last_queries(number)
+        see_key_tile(jnp.int32(0))
+        lax.fori_loop(1, steps, advance, None)
+        see_value_tile(steps - 1)
+
+    def consume(item, number, step):
+        place = _place(problem, tile, given, item)
+        row = place.row + wg * ROWS
+        if problem.num_queries % tile.block_q == 0 and not problem.packed:
+            attend_rows(place, row, number, step)
+        else:
+            lax.cond(
+                row < (place.queries if problem.packed else problem.num_queries),
+                lambda: attend_rows(place, row, number, step),
+                lambda: pass_by(place, number, step),
+            )
+        return step + place.last - place.first
+
+    def produce(item, number, step):
+        place = _place(problem, tile, given, item)
+        kv_head = lax.div(place.head, jnp.int32(problem.group))
+        for w in range(consumers):
+            rows = rows_from(place, place.row + w * ROWS)
+            here = query_barrier(number, w)
+            plgpu.barrier_wait(q_empty.at[here])
+            plgpu.copy_gmem_to_smem(
+                given.q.at[place.batch, rows, place.head],
+                q_s.at[query_slot(number), w],
+                q_full.at[here],
+            )
+
+        def fetch(j, source, ring, full, empty):
+            slot, t = _mod(step + j, depth), place.last - 1 - j
+            keys = rows_from(place, t * tile.block_kv, tile.block_kv)
+            plgpu.barrier_wait(empty.at[slot])
+            plgpu.copy_gmem_to_smem(
+                source.at[place.batch, keys, kv_head], ring.at[slot], full.at[slot]
+            )
+
+        def fetch_keys(j):
+            fetch(j, given.k, k_s, k_full, k_empty)
+            if given.bias is None or b_s is None or b_full is None or b_empty is None:
+                return
+            batch = place.batch if problem.bias_batch > 1 else 0
+            keys = pl.ds((place.last - 1 - j) * tile.block_kv, tile.block_kv)
+            for w in range(consumers):
+                rows = pl.ds(place.row + w * ROWS, ROWS)
+                plgpu.barrier_wait(b_empty.at[w])
+                plgpu.copy_gmem_to_smem(
+                    given.bias.at[batch, place.head, rows, keys], b_s.at[w], b_full.at[w]
+                )
+
+        def fetch_both(j, _):
+            fetch_keys(j)
+            fetch(j - 1, given.v, v_s, v_full, v_empty)
+
+        steps = place.last - place.first
+        fetch_keys(jnp.int32(0))
+        lax.fori_loop(1, steps, fetch_both, None)
+        fetch(steps - 1, given.v, v_s, v_full, v_empty)
+        return step + steps
+
+    @pl.when(wg < consumers)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        for slot in range(depth):
+            plgpu.barrier_arrive(k_empty.at[slot])
+            plgpu.barrier_arrive(v_empty.at[slot])
+        plgpu.barrier_arrive(q_empty.at[wg])
+        if b_empty is not None:
+            plgpu.barrier_arrive(b_empty.at[wg])
+        pl.when(wg == consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        _for_each_item(problem, tile, sms, given, consume)
+        plgpu.wait_smem_to_gmem(0)
+        if interpret:
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+
+    @pl.when(wg == consumers)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+        count = _for_each_item(problem, tile, sms, given, produce)
+        if interpret:  # where no arrival may be left unobserved
+            for w in range(consumers):
+                plgpu.barrier_wait(q_empty.at[query_barrier(count, w)])
+                if b_empty is not None:
+                    plgpu.barrier_wait(b_empty.at[w])
+            for slot in range(depth):
+                plgpu.barrier_wait(k_empty.at[slot])
+                plgpu.barrier_wait(v_empty.at[slot])
+
+
+def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
+    consumers, depth = tile.consumers, tile.depth
+    rows = plgpu.SMEM((tile.query_slots, consumers, ROWS, problem.head_dim), dtype)
+    ring = plgpu.SMEM((depth, tile.block_kv, problem.head_dim), dtype)
+    each_consumer = plgpu.Barrier(num_barriers=consumers)
+    each_query = plgpu.Barrier(num_barriers=tile.query_slots * consumers)
+    filled = plgpu.Barrier(num_barriers=depth)
+    freed = plgpu.Barrier(num_arrivals=consumers, num_barriers=depth)
+    scratch = [rows, ring, ring, each_query, each_query, filled, freed, filled, freed]
+    scratch += [each_consumer] * (1 + tile.holds)
+    if problem.packed:
+        scratch.append(plgpu.SMEM((consumers, ROWS, problem.head_dim), dtype))
+    if problem.bias_batch:
+        bias = plgpu.SMEM((consumers, ROWS, tile.block_kv), dtype)
+        scratch += [bias, each_consumer, each_consumer]
+    if interpret:
+        scratch.append(plgpu.SMEM((consumers, ROWS, problem.head_dim), jnp.float32))
+    return scratch
+
+
+def launch(problem: Problem, tile: Tile, given: Given[Array], sms: int, interpret: bool) -> Array:
+    """Starts the kernel on what `given` holds, arrays here; the output is as its queries are."""
+    if (needed := problem.smem_bytes(tile)) > SMEM_BYTES - BARRIER_BYTES:
+        raise NotImplementedError(
+            f"attention(implementation='mosaic_gpu'): {tile} needs {needed} bytes of shared memory "
+            f"at head size {problem.head_dim}; an SM has {SMEM_BYTES}; use a smaller block_kv or "
+            "depth"
+        )
+    operands = [getattr(given, field.name) for field in fields(given)]
+    return plgpu.kernel(
+        functools.partial(_kernel_body, problem, tile, sms, interpret),
+        out_type=jax.ShapeDtypeStruct(given.q.shape, given.q.dtype),
+        scratch_types=_scratch(problem, tile, given.q.dtype, interpret),
+        grid=(sms,),
+        grid_names=("sm",),
+        num_threads=tile.consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="pbjax_attention",
+    )(*(x for x in operands if x is not None))
