@@ -23,6 +23,7 @@ class Kernels:
 
     Attributes:
       attention: Attention over all tokens.
+      ragged_attention: The same where their number is no multiple of 8, as ViT's 197.
       causal_attention: Attention of decoders.
       alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
       gemm: Matrix products with what follows them: bias, activation, gate, residual. A depthwise
@@ -31,6 +32,7 @@ class Kernels:
     """
 
     attention: Attention = "xla"
+    ragged_attention: Attention = "xla"
     causal_attention: Attention = "xla"
     alibi_attention: Attention = "xla"
     gemm: Other = "xla"
@@ -41,7 +43,8 @@ PLAIN = Kernels()
 # By measurement on an H200: docs/models_speed.md.
 HOPPER = Kernels(
     attention="pallas",
-    causal_attention="cudnn",
+    ragged_attention="cudnn",
+    causal_attention="pallas",
     alibi_attention="pallas",
     gemm="pallas",
     norm="pallas",

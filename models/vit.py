@@ -197,11 +197,14 @@ class ViTEmbeddings(nnx.Module):
             else:
                 x = jnp.einsum("BPF,FD->BPD", patches, kernel)
                 x = x + jnp.broadcast_to(bias, x.shape)
-            token = jnp.broadcast_to(self.cls_token[0, 0], (x.shape[0], 1, x.shape[2]))
-            x = jnp.concatenate([token, x], axis=1)
-            x = x + jnp.broadcast_to(self.position[0], x.shape)
-            padding = length - x.shape[1]
-            return jnp.pad(x, ((0, 0), (0, padding), (0, 0))) if padding else x
+            # The class token goes into the table: adding zeros in front is one pass, as joining is
+            # not.
+            table = jnp.concatenate(
+                [self.position[0, :1] + self.cls_token[0], self.position[0, 1:]]
+            )
+            after = length - table.shape[0]
+            x = jnp.pad(x, ((0, 0), (1, after), (0, 0)))
+            return x + jnp.broadcast_to(jnp.pad(table, ((0, after), (0, 0))), x.shape)
 
 
 class ViTAttention(nnx.Module):
@@ -308,8 +311,10 @@ class ViTModel(nnx.Module):
 
     def _padded_states(self, pixel_values: Pixels) -> list[Float[Array, "B T D"]]:
         check_shape(self.config, tuple(pixel_values.shape))
-        by, length, lengths = self.kernels.attention, 1 + self.config.num_patches, None
-        if by == "pallas" and (padding := -length % 8):
+        length, lengths = 1 + self.config.num_patches, None
+        padding = -length % 8
+        by = self.kernels.ragged_attention if padding else self.kernels.attention
+        if by == "pallas" and padding:
             # Once here, or the kernel would copy queries, keys and values in every layer.
             lengths = jnp.full(pixel_values.shape[0], length, jnp.int32)
             length += padding

@@ -130,9 +130,8 @@ def start_row(name: str, args: argparse.Namespace, folder: str) -> list[Worker]:
         traced = [v for v in args.trace if v in variants]
         workers.append(Worker([*command, "--variants", *variants, "--trace", *traced]))
     # Modes with CUDA graphs keep memory of their own, so that they get a process.
-    for modes in ([m for m in args.modes if m in ("eager", "inductor")],):
-        if modes:
-            workers.append(Worker(peer(name, modes, args, common)))
+    if modes := [m for m in args.modes if m in ("eager", "inductor")]:
+        workers.append(Worker([*peer(name, modes, args, common), "--truth"]))
     for mode in (m for m in args.modes if m not in ("eager", "inductor")):
         workers.append(Worker(peer(name, [mode], args, common)))
     return workers
@@ -148,7 +147,7 @@ def finish(row: Row, lines: list[dict], folder: Path) -> list[dict]:
     """Adds rates, ratios and differences of outputs to what the processes of a row printed."""
     peers = [x["seconds"] for x in lines if x["side"] == "torch" and "seconds" in x]
     # Without PyTorch, ours are compared with the first of them.
-    truths = [folder / f"torch {row.name} eager.npy"]
+    truths = [folder / f"torch {row.name} float32.npy"]
     truths += [folder / f"jax {row.name} {line['mode']}.npy" for line in lines]
     truth = next((path for path in truths if path.exists()), None)
     for line in lines:

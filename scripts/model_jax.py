@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -25,9 +26,12 @@ from models.kernels import HOPPER, Kernels, with_kernels
 from models.keymap import Leaf
 from models.parameters import Parameter, fill
 
-LIBRARY = Kernels(attention="cudnn", causal_attention="cudnn", alibi_attention="cudnn")
+LIBRARY = Kernels(
+    attention="cudnn", ragged_attention="cudnn", causal_attention="cudnn", alibi_attention="cudnn"
+)
 PALLAS = Kernels(
     attention="pallas",
+    ragged_attention="pallas",
     causal_attention="pallas",
     alibi_attention="pallas",
     gemm="pallas",
@@ -63,11 +67,16 @@ def main() -> None:
     inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
     parameters = make_parameters(row)
     ready = {}
-    for name in args.variants:
-        try:
-            ready[name] = prepare(row, name, parameters, inputs[0], args.tiny)
-        except Exception as error:  # A variant that fails is reported, not hidden.
+    with ThreadPoolExecutor() as pool:  # What compiles in C++ leaves Python free for the next.
+        futures = {
+            name: pool.submit(prepare, row, name, parameters, inputs[0], args.tiny)
+            for name in args.variants
+        }
+    for name, future in futures.items():
+        if error := future.exception():  # A variant that fails is reported, not hidden.
             report(name, error=f"{type(error).__name__}: {error}"[:600])
+        else:
+            ready[name] = future.result()
     print("READY", flush=True)
     sys.stdin.readline()
     for name, (program, state, compile_s) in ready.items():
@@ -75,7 +84,7 @@ def main() -> None:
             measured = measure(program, state, inputs, args.tiny)
             output = np.asarray(measured.pop("output").astype(jnp.float32))
             np.save(args.outputs / f"jax {row.name} {name}.npy", output)
-            if name in args.trace:
+            if name in args.trace and not args.tiny:
                 measured["kernels"] = kernels_of(program, state, inputs[0])
             report(name, compile_s=compile_s, **measured)
         except Exception as error:

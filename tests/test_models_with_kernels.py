@@ -31,6 +31,7 @@ DATA = Path(__file__).parent / "data"
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 PALLAS = Kernels(
     attention="pallas",
+    ragged_attention="pallas",
     causal_attention="pallas",
     alibi_attention="pallas",
     gemm="pallas",
