@@ -75,12 +75,11 @@ def optimize_step(
     unsplit, *others = steps
     runner = Runner(analysis, leaves)
     difference: float | None = None
-    timings: list[Timing] = []
     if others:
         with phases.phase("verify"):
             difference = differences(analysis, runner, others, unsplit)
-        with phases.phase("measure") as report:
-            timings = runner.seconds(steps, report)
+    with phases.phase("measure") as report:
+        timings = runner.seconds(steps, report)
     decided = _decide(steps, timings)
     plan = _plan(analysis, steps, timings, decided, difference)
     return OptimizedStep(
@@ -137,7 +136,7 @@ def _plan(
 ) -> Plan:
     kept, reason = decided
     sizes = steps[-1].layout.sizes
-    measured = {step.name: t.median_s for step, t in zip(steps, timings, strict=False)}
+    measured = {step.name: t.median_s for step, t in zip(steps, timings, strict=True)}
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
@@ -195,7 +194,7 @@ def _report(
                 weight_bytes=0,
                 compile_s=step.compile_s,
             )
-            for step, timing in zip(steps, timings, strict=False)
+            for step, timing in zip(steps, timings, strict=True)
         ),
         plan=plan,
         phases=phases.finished(),

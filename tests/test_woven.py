@@ -67,11 +67,15 @@ def test_parts_of_a_guest_are_its_sequences_and_join_to_the_whole():
     given = {"q": q, "k": caches[0][0], "v": caches[0][1], "lengths": lengths, "scale": 0.125}
     given |= {"page_table": None, "alibi_slopes": None, "first_sequence": 0}
     call = pairs.Call(name="decode_attention", arguments=given)
-    assert pairs.num_parts(call) == B
-    joined = pairs.join(
-        [pairs.part(call, 0, 5), pairs.part(call, 5, 1), pairs.part(call, 6, B - 6)]
-    )
-    assert_close(joined, pairs.part(call, 0, B).astype(jnp.float32), reduction=1)
+    assert pairs.num_parts(call) == 8
+    joined = pairs.join([pairs.part(call, 0, 5), pairs.part(call, 5, 1), pairs.part(call, 6, 2)])
+    assert_close(joined, pairs.part(call, 0, 8).astype(jnp.float32), reduction=1)
+
+
+def test_a_part_of_a_large_batch_is_what_keeps_all_sms_busy():
+    shapes = {"q": jnp.zeros((250, 1, 4, 8)), "k": jnp.zeros((250, 1, 8, 8))}
+    call = pairs.Call(name="decode_attention", arguments=shapes)
+    assert pairs.num_parts(call) == 16
 
 
 def test_the_constants_of_the_decoder_are_its_weights():
