@@ -224,6 +224,11 @@ def test_workers_take_every_tile_once_and_narrow_ones_last(workers):
     assert sorted(taken) == sorted((g, row, col) for g, row in rows for col in columns)
 
 
+def test_nothing_is_stored_beyond_a_result_of_one_block_of_columns():
+    plan = Plan(ms=(8,), n=64, k=64, ctas=1, tile=Tile(), epilogue=Epilogue())
+    assert plan.pieces(128) == [(0, 0), (64, 0)]
+
+
 def test_float16_and_leading_axes():
     x = jax.random.normal(jax.random.key(0), (2, 8, 64), jnp.float16)
     w = jax.random.normal(jax.random.key(1), (64, 64), jnp.float16) * 0.2

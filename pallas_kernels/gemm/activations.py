@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 Activation = Literal["gelu", "gelu_tanh", "silu", "sigmoid", "relu"]
 
 # log2 of the normal distribution's lower tail, log2(P(Z < -t)), for t in [0, 6]: fitted so that t
-# times the tail is
-# right to GELU_ERROR absolutely. Beyond 6 the polynomial falls without end, as the logarithm does.
+# times the tail is right to GELU_ERROR absolutely. Beyond 6 the polynomial falls without end, as
+# the logarithm does.
 _LOG2_TAIL = (-1.0, -1.15100062, -0.459595561, -0.0521469781, 0.00719888461, -0.000488129186)
 GELU_ERROR = 6e-7
 
@@ -27,9 +27,13 @@ def gelu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 def gelu_tanh(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """GELU by tanh: x * sigmoid(2 * u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3)."""
-    u = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-    return x * sigmoid(2.0 * u)
+    """GELU by tanh: x * sigmoid(2 * u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3).
+
+    The constants are gathered: exp(-2 * u) is exp2 of x times a polynomial of x^2.
+    """
+    factor = -2 * math.sqrt(2 / math.pi) * math.log2(math.e)
+    root = lax.rsqrt(1.0 + jnp.exp2(x * (factor + (0.044715 * factor) * (x * x))))
+    return x * (root * root)
 
 
 def silu(x: Float[Array, "*B"]) -> Float[Array, "*B"]:

@@ -247,8 +247,13 @@ class Plan:
         return self.tile.schedule == "pingpong"
 
     def pieces(self, width: int) -> list[tuple[int, int]]:
-        """First row and column of each piece of a warpgroup's part of a tile."""
-        return list(itertools.product(range(0, self.tile.tile_m, PIECE), range(0, width, PIECE)))
+        """First row and column of each piece of a warpgroup's part of a tile.
+
+        A result of 64 columns has none beyond them: TMA drops its axis of one block of columns, and
+        a store that lies wholly beyond would land on the first block instead of being clipped.
+        """
+        cols = range(0, min(width, self.n), PIECE)
+        return list(itertools.product(range(0, self.tile.tile_m, PIECE), cols))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
