@@ -182,11 +182,15 @@ def grouped_gemm(
         options = {"activation": activation, "scale": scale}
         return [xla.gemm(x, w, bias, r, **options) for x, r in zip(xs, added, strict=True)]
 
-    candidates = {"mosaic_gpu": _on_hopper("grouped_gemm", implementation, run), "xla": by_xla}
     options = {"w": w, "w_gate": w_gate, "bias": bias, "activation": activation, "scale": scale}
     for name, arrays in (("x", xs), ("residual", residuals or [])):
         options |= {f"{name}{i}": array for i, array in enumerate(arrays)}
-    return dispatch.dispatch("grouped_gemm", implementation, candidates, options)
+    return dispatch.dispatch(
+        "grouped_gemm",
+        implementation,
+        {"mosaic_gpu": _on_hopper("grouped_gemm", implementation, run), "xla": by_xla},
+        options,
+    )
 
 
 def _on_hopper(kernel, implementation, run):

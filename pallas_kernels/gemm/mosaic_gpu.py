@@ -266,7 +266,7 @@ class Refs:
     xs: tuple[Any, ...]
     weights: tuple[Any, ...]
     bias: Any
-    residuals: tuple[Any, ...] | None
+    residuals: Any
     outs: tuple[Any, ...]
     x_slots: Any
     w_slots: tuple[Any, ...]

@@ -323,7 +323,7 @@ def run_warpgroup(job: Job, refs: Refs, ring_of, me, workers: int) -> None:
             if job.dtype is not None:
                 row = (me + i * workers) * tile.chunk + first
                 peaks = refs.partial.at[ring_of, 2 + first // tile.rows]
-                normed = _quantise(job, normed, refs.scales, row, peaks)
+                normed = _quantise(job, job.dtype, normed, refs.scales, row, peaks)
             _store(job, results[0].at[part], normed)
         plgpu.commit_smem()
         for ring, target in zip(results, refs.outputs, strict=True):
@@ -395,9 +395,9 @@ def _load_parameter(parameter, job: Job):
     return plgpu.load(parameter.reshape(*tile.shape), layout=tile.layout, optimized=False)
 
 
-def _quantise(job: Job, normed, scales, row, partial):
+def _quantise(job: Job, dtype: jnp.dtype, normed, scales, row, partial):
     """Rows over their scales, rounded where the type is an integer; the scales go to memory."""
-    tile, largest = job.tile, LARGEST[job.dtype]
+    tile, largest = job.tile, LARGEST[dtype]
     peak = jnp.max(jnp.abs(normed), axis=1)
     partial[...] = peak
     plgpu.commit_smem()  # What is read next is not written again before the chunk is stored.
@@ -412,7 +412,7 @@ def _quantise(job: Job, normed, scales, row, partial):
             scales[row + j] = value * (1 / largest)
 
     normed *= _spread(largest / jnp.maximum(peak, TINY), tile.shape)
-    return jnp.round(normed) if jnp.issubdtype(job.dtype, jnp.integer) else normed
+    return jnp.round(normed) if jnp.issubdtype(dtype, jnp.integer) else normed
 
 
 def _mean(values, partial, tile: Tile):
