@@ -129,7 +129,7 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     builder.inline(closed.jaxpr, env, "")
     outputs = tuple(_read(env, atom) for atom in closed.jaxpr.outvars)
     num_weights = len(named[0]) + len(closed.consts)
-    return _without_dead_code(
+    return without_dead_code(
         Graph(
             avals=tuple(builder.avals),
             operations=tuple(builder.operations),
@@ -206,7 +206,7 @@ def body_graph(body: ClosedJaxpr | Jaxpr) -> Graph:
     variables = (*jaxpr.constvars, *jaxpr.invars)
     env: dict[Var, Atom] = {var: builder.add(var) for var in variables}
     builder.inline(jaxpr, env, "")
-    return _without_dead_code(
+    return without_dead_code(
         Graph(
             avals=tuple(builder.avals),
             operations=tuple(builder.operations),
@@ -317,7 +317,8 @@ def _literal(value: object, var: Var) -> Literal:
     return Literal(value, var.aval)
 
 
-def _without_dead_code(graph: Graph) -> Graph:
+def without_dead_code(graph: Graph) -> Graph:
+    """The graph without operations that no output needs, its values numbered in order."""
     live = {atom for atom in graph.outputs if isinstance(atom, int)}
     kept: list[Operation] = []
     for operation in reversed(graph.operations):

@@ -1,0 +1,259 @@
+"""Products with a weight and what follows them: bias, activation, scale, residual; gated pairs.
+
+Read backwards from the result, each step may be absent:
+residual + scale * activation(x @ w + bias).
+"""
+
+from dataclasses import dataclass
+
+import jax
+from jax.extend.core import Literal
+
+from pallas_kernels.gemm import gated_gemm, gemm
+from pbjax.fusion.activations import cones, recognised
+from pbjax.fusion.axes import Axes, Axis, Layout, contract, labels_of
+from pbjax.fusion.reading import Reading
+from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, operand
+from pbjax.trace import Atom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """x @ w + bias, with the layouts of all of them in the labels of one match.
+
+    Attributes:
+      x: Input, and its layout.
+      w: Weight, and its layout.
+      bias: None, or bias and layout.
+      over: The labels that are summed.
+      columns: The labels of the output features.
+      rows: The axes of x that remain.
+      dot: Position of the product.
+    """
+
+    x: tuple[Atom, Layout]
+    w: tuple[Atom, Layout]
+    bias: tuple[Atom, Layout] | None
+    over: Axis
+    columns: Axis
+    rows: Layout
+    dot: int
+
+
+def find_gemm(reading: Reading, value: int) -> Match | None:
+    """Matches a value that is a product with a weight and at least one step that follows it.
+
+    Raises:
+      Mismatch: It is one, but what lies between is read elsewhere.
+    """
+    axes = Axes(reading)
+    layout = axes.label(reading.shape(value))
+    for rest, at, residual in _residuals(reading, axes, value, layout):
+        rest, at, scale = _scaled(reading, axes, rest, at)
+        for inner, steps in cones(reading, rest):
+            linear = find_linear(axes, inner, at)
+            if linear is None:
+                continue
+            activation = recognised(reading, steps) if steps else None
+            if steps and activation is None:
+                continue
+            if residual is not None and reading.dtype(residual[0]) != reading.dtype(linear.x[0]):
+                continue
+            plain = residual is None and activation is None and scale == 1.0
+            if plain and linear.bias is None:
+                continue
+            return _match(axes, value, layout, linear, residual, activation, scale)
+    return None
+
+
+def _residuals(reading, axes, value, layout):
+    """What may be the product, its layout, and what is added to it, if anything is."""
+    core, at = axes.pull(value, layout, narrowing=True)
+    operation = reading.maker(core)
+    if operation is not None and operation.primitive in ("add", "add_any"):
+        for product, residual in (operation.inputs[::-1], operation.inputs):
+            whole = reading.shape(product) == reading.shape(residual) == reading.shape(core)
+            if whole and not reading.is_weight(residual) and not reading.is_weight(product):
+                yield product, at, axes.pull(residual, at)
+    yield core, at, None
+
+
+def _scaled(reading, axes, atom: Atom, at: Layout) -> tuple[Atom, Layout, float]:
+    atom, at = axes.pull(atom, at, narrowing=True)
+    operation = reading.maker(atom)
+    if operation is not None and operation.primitive in ("mul", "div"):
+        a, b = operation.inputs
+        for x, number in ((a, reading.scalar(b)), (b, reading.scalar(a))):
+            if number and reading.shape(x) == reading.shape(atom):
+                if operation.primitive == "mul":
+                    return x, at, number
+                if x is a:
+                    return x, at, 1 / number
+    return atom, at, 1.0
+
+
+def find_linear(axes: Axes, value: Atom, layout: Layout) -> Linear | None:
+    """Reads x @ w, or x @ w + bias, backwards from a value."""
+    reading = axes.reading
+    core, at = axes.pull(value, layout, narrowing=True)
+    operation = reading.maker(core)
+    if operation is None or operation.primitive not in ("add", "dot_general"):
+        return None
+    if operation.primitive == "dot_general":
+        return _dot(axes, core, at, None)
+    a, b = operation.inputs
+    for product, bias in ((a, b), (b, a)):
+        if reading.is_weight(bias) and reading.shape(product) == reading.shape(core):
+            inner, inner_at = axes.pull(product, at, narrowing=True)
+            found = reading.maker(inner)
+            if found is not None and found.primitive == "dot_general":
+                added = axes.pull(bias, axes.aligned(at, bias), narrowing=True)
+                return _dot(axes, inner, inner_at, added)
+    return None
+
+
+def _dot(axes: Axes, value: Atom, at: Layout, bias) -> Linear | None:
+    reading, operation = axes.reading, axes.reading.operation(value)
+    first, second = operation.inputs
+    (over, _), (with_first, _) = operation.params["dimension_numbers"]
+    if with_first or reading.is_weight(first) == reading.is_weight(second):
+        return None
+    layouts = contract(axes, operation, at)
+    sides = list(zip((first, second), layouts, strict=True))
+    (x, at_x), (w, at_w) = sides if reading.is_weight(second) else sides[::-1]
+    numbers = operation.params["dimension_numbers"][0][0 if x is first else 1]
+    over = sum((at_x[i] for i in numbers), ())
+    rows = tuple(axis for i, axis in enumerate(at_x) if i not in numbers)
+    columns = tuple(i for axis in at_w for i in axis if i not in over)
+    (x, at_x), (w, at_w) = _narrowed(axes, (x, at_x), (w, at_w))
+    if not over or not columns or not rows or reading.dtype(x) != reading.dtype(w):
+        return None
+    if not reading.is_float(x) or _is_exact(operation.params["precision"]):
+        return None
+    if bias is not None and set(axes.cut(labels_of(bias[1]))) != set(axes.cut(columns)):
+        return None
+    dot = reading.position(value)
+    return Linear(
+        x=(x, at_x), w=(w, at_w), bias=bias, over=over, columns=columns, rows=rows, dot=dot
+    )
+
+
+def _narrowed(axes: Axes, *sides: tuple[Atom, Layout]) -> list[tuple[Atom, Layout]]:
+    """Both operands before casts to a wider float, if both were cast from one dtype."""
+    before = [axes.reading.uncast(atom, widened=True) for atom, _ in sides]
+    if len({axes.reading.dtype(atom) for atom in before}) > 1:
+        return list(sides)
+    return [(atom, layout) for atom, (_, layout) in zip(before, sides, strict=True)]
+
+
+def _is_exact(precision) -> bool:
+    """Whether more is asked of the product than Tensor Cores give by default."""
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(p not in (None, jax.lax.Precision.DEFAULT) for p in asked)
+
+
+def product_operands(axes: Axes, linear: Linear) -> list[Operand]:
+    """Input and weight, drawn such that their product is of size one."""
+    size = axes.size(axes.cut(linear.over))
+    return [operand(linear.x[0]), operand(linear.w[0], size**-0.5)]
+
+
+def arranged(axes: Axes, linear: Linear, x, w):
+    """Input as (*rows, K) and weight as (K, N), as the kernels take them."""
+    return (
+        axes.arrange(x, linear.x[1], (*linear.rows, linear.over)),
+        axes.arrange(w, linear.w[1], (linear.over, linear.columns)),
+    )
+
+
+def _match(axes: Axes, value, layout, linear, residual, activation, scale) -> Match:
+    reading = axes.reading
+    out = (*linear.rows, linear.columns)
+    extra = [part for part in (linear.bias, residual) if part is not None]
+    dtype = reading.dtype(value)
+
+    def function(x, w, *others):
+        x, w = arranged(axes, linear, x, w)
+        others, options = list(others), {}
+        if linear.bias is not None:
+            bias = axes.arrange(others.pop(0), linear.bias[1], (linear.columns,))
+            options["bias"] = bias.astype(x.dtype)
+        if residual is not None:
+            options["residual"] = axes.arrange(others.pop(0), residual[1], out)
+        y = gemm(x, w, activation=activation, scale=scale, **options)
+        return (axes.arrange(y, out, layout).astype(dtype),)
+
+    steps = {"bias": linear.bias, activation: activation, "residual": residual}
+    names = [str(name) for name, step in steps.items() if step is not None]
+    names += ["scale"] if scale != 1.0 else []
+    return match(
+        reading,
+        "gemm",
+        f"gemm({', '.join(names)})",
+        anchors=[linear.dot],
+        operands=[*product_operands(axes, linear), *(operand(a) for a, _ in extra)],
+        outputs=(value,),
+        function=function,
+    )
+
+
+def find_gated(reading: Reading, value: int) -> Match | None:
+    """Matches activation(x @ w_gate) * (x @ w).
+
+    Raises:
+      Mismatch: It is such a pair, but with biases, or read elsewhere in between.
+    """
+    axes = Axes(reading)
+    layout = axes.label(reading.shape(value))
+    core, at = axes.pull(value, layout, narrowing=True)
+    operation = reading.maker(core)
+    if operation is None or operation.primitive != "mul" or Literal in map(type, operation.inputs):
+        return None
+    a, b = operation.inputs
+    if not reading.shape(a) == reading.shape(b) == reading.shape(core):
+        return None
+    for one, other in ((a, b), (b, a)):
+        for inner, steps in cones(reading, one):
+            gate, up = (find_linear(axes, half, at) for half in (inner, other))
+            if not steps or gate is None or up is None or not _are_pair(gate, up):
+                continue
+            activation = recognised(reading, steps)
+            if activation is None:
+                continue
+            if gate.bias is not None or up.bias is not None:
+                raise Mismatch("the product or its gate has a bias, which the kernel does not add")
+            return _gated(axes, value, layout, (gate, up), activation)
+    return None
+
+
+def _are_pair(a: Linear, b: Linear) -> bool:
+    """Whether two products are of one input, summed over the same axes of it."""
+
+    def place(linear):
+        value, layout = linear.x
+        return value, [axis if not set(axis) & set(linear.over) else None for axis in layout]
+
+    return a.dot != b.dot and place(a) == place(b)
+
+
+def _gated(axes: Axes, value, layout, pair, activation) -> Match:
+    gate, up = pair
+    out = (*gate.rows, gate.columns)
+    dtype = axes.reading.dtype(value)
+
+    def function(x, w_gate, w):
+        x, w_gate = arranged(axes, gate, x, w_gate)
+        w = axes.arrange(w, up.w[1], (up.over, up.columns))
+        y = gated_gemm(x, w_gate, w, activation=activation)
+        return (axes.arrange(y, out, layout).astype(dtype),)
+
+    x, w = product_operands(axes, gate)
+    return match(
+        axes.reading,
+        "gated_gemm",
+        f"gated_gemm({activation})",
+        anchors=[gate.dot, up.dot],
+        operands=[x, w, operand(up.w[0], w.spread)],
+        outputs=(value,),
+        function=function,
+    )

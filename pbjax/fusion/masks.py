@@ -1,0 +1,289 @@
+"""What is added to attention's scores, as options of the kernel.
+
+Masks and biases that depend on no input are computed and looked at, so that it does not matter how
+they were written: causal, windowed, ALiBi. A comparison of key positions with one number for each
+sequence gives key lengths. What remains is a bias of whole size, exact but read from memory.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
+from pbjax.fusion.constants import Known, known
+from pbjax.fusion.reading import Reading
+from pbjax.trace import Atom
+
+# From here on a number in a mask means "does not count"; exp of it is 0 in f32 by a wide margin.
+NEVER = -1e4
+# What stands for "does not count" in a bias: added to a score it leaves no trace of it, as the
+# lowest finite number does, and it is finite in bfloat16.
+HIDDEN = -1e30
+_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+_NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One reason why keys do not count.
+
+    Attributes:
+      value: A mask, or what is added to the scores.
+      layout: Its layout.
+      visible: What a mask is where a key counts.
+      factor: Of what is added: a key does not count where the product is below NEVER. None for a
+        mask.
+    """
+
+    value: Atom
+    layout: Layout
+    visible: bool = True
+    factor: float | None = None
+
+    def counts(self, array):
+        """Where keys count, of the value's array."""
+        if self.factor is None:
+            return (array != 0) == self.visible
+        return array * self.factor > NEVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """factor * value, added to the scores."""
+
+    value: Atom
+    layout: Layout
+    factor: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Keys:
+    """Which keys count, as the kernel takes it.
+
+    Attributes:
+      queries: The label that constant masks know queries by; None if none does.
+      causal: Whether a query sees keys up to its own position.
+      start: Position of the first query.
+      window: How many keys up to its own; None = all.
+      lengths: A number of keys for each sequence, its layout, and what is added to it.
+      parts: Masks that remain.
+      terms: Biases that remain.
+    """
+
+    queries: int | None = None
+    causal: bool = False
+    start: int = 0
+    window: int | None = None
+    lengths: tuple[Atom, Layout, int] | None = None
+    parts: list[Part] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+
+
+def read_keys(axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Axis) -> Keys:
+    """Sorts masks and biases into what the kernel has an option for, and what remains.
+
+    Args:
+      axes: The labels of the match.
+      parts: Masks.
+      terms: Biases.
+      keys: The labels of the keys.
+    """
+    found = Keys()
+    alone = [a for part in parts for a in _conjuncts(axes, part)]
+    for term in terms:
+        hides, biases = _roles(axes, term)
+        if hides:
+            alone.append(Part(value=term.value, layout=term.layout, factor=term.factor))
+        if biases:
+            found.terms.append(term)
+    tables = []
+    for part in alone:
+        table = _table(axes, part, keys)
+        if table is not None:
+            tables.append((part, *table))
+        elif not _read_lengths(axes, part, keys, found):
+            found.parts.append(part)
+    tables = [(part, label, table) for part, label, table in tables if not table.all()]
+    # If together they are no band, perhaps one of them is, and the others are a bias.
+    for chosen in (tables, *([one] for one in tables)):
+        if chosen and _read_band(axes, chosen, keys, found):
+            tables = [x for x in tables if x not in chosen]
+            break
+    found.parts += [part for part, _, _ in tables]
+    return found
+
+
+def _conjuncts(axes: Axes, part: Part) -> list[Part]:
+    value, layout = axes.pull(part.value, part.layout)
+    reading = axes.reading
+    name = reading.primitive(value)
+    if part.factor is not None:
+        return [part]
+    if name == "convert_element_type" or (name == "ne" and _is_zero(reading, value)):
+        inner = reading.operation(value).inputs[0]
+        return _conjuncts(axes, Part(value=inner, layout=layout, visible=part.visible))
+    if name == "not":
+        (inner,) = reading.operation(value).inputs
+        return _conjuncts(axes, Part(value=inner, layout=layout, visible=not part.visible))
+    if name != ("and" if part.visible else "or"):
+        return [Part(value=value, layout=layout, visible=part.visible)]
+    return [
+        conjunct
+        for inner in reading.operation(value).inputs
+        for conjunct in _conjuncts(
+            axes, Part(value=inner, layout=axes.aligned(layout, inner), visible=part.visible)
+        )
+    ]
+
+
+def _is_zero(reading: Reading, value: Atom) -> bool:
+    """Whether a comparison is with zero, for each element of its first operand."""
+    first, second = reading.operation(value).inputs
+    return reading.scalar(second) == 0.0 and reading.shape(first) == reading.shape(value)
+
+
+def _roles(axes: Axes, term: Term) -> tuple[bool, bool]:
+    """Whether a term hides keys, as far as is known, and whether it does anything else."""
+    value = known(axes, term.value, term.layout)
+    if value is None:
+        return False, True
+    numbers = value.array.astype(np.float32) * term.factor
+    hidden = numbers <= NEVER
+    return bool(hidden.any()), not np.all(hidden | (numbers == 0))
+
+
+def _table(axes: Axes, part: Part, keys: Axis) -> tuple[int | None, np.ndarray] | None:
+    """A constant mask as (label of the queries, which query sees which key)."""
+    value = known(axes, part.value, part.layout)
+    if value is None:
+        return None
+    value = Known(np.asarray(part.counts(value.array)), value.labels).varying()
+    queries = [label for label in value.labels if label not in axes.cut(keys)]
+    if len(queries) > 1:
+        return None
+    table = value.over((*queries, *axes.cut(keys)))
+    if table is None:
+        return None
+    return (queries[0], table) if queries else (None, table[None])
+
+
+def _read_band(axes: Axes, tables: Sequence, keys: Axis, found: Keys) -> bool:
+    """Whether constant masks, taken together, are causal or windowed."""
+    labels = {label for _, label, _ in tables}
+    if len(labels) != 1 or None in labels:
+        return False
+    (label,) = labels
+    table = np.logical_and.reduce(np.broadcast_arrays(*(table for _, _, table in tables)))
+    if table.shape != (axes.size((label,)), axes.size(axes.cut(keys))):
+        return False
+    band = _band(table)
+    if band is not None:
+        found.queries, found.causal = label, True
+        found.start, found.window = band
+    return band is not None
+
+
+def _band(table: np.ndarray) -> tuple[int, int | None] | None:
+    """(position of query 0, window) of a table of which query sees which key."""
+    row, column = np.indices(table.shape)
+    start = int(table[0].sum()) - 1
+    if start < 0:
+        return None
+    behind = start + row - column
+    if np.array_equal(table, behind >= 0):
+        return start, None
+    window = int(table[-1].sum())
+    if start == 0 and window and np.array_equal(table, (behind >= 0) & (behind < window)):
+        return 0, window
+    return None
+
+
+def _read_lengths(axes: Axes, part: Part, keys: Axis, found: Keys) -> bool:
+    """Whether a mask compares the positions of keys with a number for each sequence."""
+    reading = axes.reading
+    operation = reading.maker(part.value)
+    if operation is None or operation.primitive not in _FLIPPED or found.lengths is not None:
+        return False
+    name = operation.primitive if part.visible else _NEGATED[operation.primitive]
+    sides = [axes.pull(a, axes.aligned(part.layout, a)) for a in operation.inputs]
+    if _is_position(axes, *sides[1], keys):
+        name, sides = _FLIPPED[name], sides[::-1]
+    (position, at), (length, layout) = sides
+    if name not in ("lt", "le") or not _is_position(axes, position, at, keys):
+        return False
+    labels = set(axes.cut(labels_of(layout)))
+    whole = jnp.issubdtype(reading.dtype(length), jnp.integer)
+    if labels & set(axes.cut(keys)) or not whole or reading.is_weight(length):
+        return False
+    found.lengths = (length, layout, int(name == "le"))
+    return True
+
+
+def _is_position(axes: Axes, atom: Atom, layout: Layout, keys: Axis) -> bool:
+    value = known(axes, atom, layout)
+    if value is None or value.labels != axes.cut(keys):
+        return False
+    return np.array_equal(value.array.reshape(-1), np.arange(axes.size(value.labels)))
+
+
+def read_slopes(axes: Axes, term: Term, order: Layout, *, causal: bool) -> np.ndarray | None:
+    """The slope of each head, if a constant bias is ALiBi's up to a number for each query.
+
+    A softmax does not see a number that all keys of a query share: slope * (j - i) and slope * j
+    are the same to it.
+
+    Args:
+      axes: The labels of the match.
+      term: The bias.
+      order: Labels of heads, of queries, of keys.
+      causal: Whether only keys up to the query count.
+
+    Source: Press et al. 2022, section 3.
+    """
+    value = known(axes, term.value, term.layout)
+    heads, queries, keys = map(axes.size, order)
+    table = None if value is None else value.over(labels_of(order))
+    if table is None or queries != keys or keys < 2:
+        return None
+    full = [axes.size((label,)) for label in labels_of(order)]
+    table = np.broadcast_to(table.astype(np.float32), full).reshape(heads, queries, keys)
+    table = term.factor * table
+    row, column = np.indices((queries, keys))
+    visible = np.broadcast_to((column <= row) | (not causal), table.shape)
+    if np.any(table[visible] <= NEVER):
+        return None
+    table = np.where(visible, table, 0.0) - np.diagonal(table, axis1=1, axis2=2)[:, :, None]
+    slopes = -table[:, -1, 0] / (keys - 1)
+    expected = -slopes[:, None, None] * np.abs(row - column)
+    same = np.abs(table - expected) <= 1e-5 * np.abs(table[visible]).max(initial=0.0)
+    return slopes if np.all(slopes >= 0) and np.all(same | ~visible) else None
+
+
+def whole_bias(axes: Axes, arrays, keys: Keys, wanted: Layout, dtype) -> jnp.ndarray:
+    """The masks and biases that remain, as one bias in the layout of the kernel.
+
+    Args:
+      axes: The labels of the match.
+      arrays: Of the terms, then of the parts.
+      keys: Says what remains.
+      wanted: The layout (B, N, T, S).
+      dtype: Of the queries.
+    """
+    labels = {
+        i for x in (*keys.terms, *keys.parts) for axis in axes.current(x.layout) for i in axis
+    }
+    if not labels & set(wanted[0]):
+        wanted = ((), *wanted[1:])
+    lowest = max(HIDDEN, float(jnp.finfo(dtype).min) / 2)
+    arrays, summands = list(arrays), []
+    for term in keys.terms:
+        array = axes.arrange(arrays.pop(0), term.layout, wanted)
+        summands.append(array.astype(jnp.float32) * term.factor)
+    for part in keys.parts:
+        array = axes.arrange(arrays.pop(0), part.layout, wanted)
+        summands.append(jnp.where(part.counts(array), jnp.float32(0.0), lowest))
+    return jnp.maximum(functools.reduce(operator.add, summands), lowest).astype(dtype)

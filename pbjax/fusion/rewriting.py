@@ -1,0 +1,259 @@
+"""A match, what it replaces, and the graph with it in its place."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax.extend.core import Literal
+from jaxtyping import Array
+
+from pbjax.fusion.reading import Reading, Source
+from pbjax.trace import Atom, Graph, Operation, describe, trace, without_dead_code
+
+
+class Mismatch(Exception):
+    """Why what looked like a pattern is not one; the text ends a sentence.
+
+    Attributes:
+      anchors: Positions of the operations it would have begun with, as far as they are known: one
+        that another match has found its way into is no miss.
+    """
+
+    def __init__(self, reason: str, anchors: Sequence[int] = ()):
+        """Takes the reason."""
+        super().__init__(reason)
+        self.anchors = frozenset(anchors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A value that a match reads, and what to draw for it when the match is verified.
+
+    Attributes:
+      value: Its number.
+      spread: Standard deviation of floats; largest integer.
+    """
+
+    value: int
+    spread: float = 1.0
+
+
+def operand(atom: Atom, spread: float = 1.0) -> Operand:
+    """An operand of a match.
+
+    Raises:
+      Mismatch: It is a number in the program, which no kernel takes for an array.
+    """
+    if isinstance(atom, Literal):
+        raise Mismatch(f"one of its operands is the number {atom}")
+    return Operand(value=atom, spread=spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Operations that compute what one kernel computes.
+
+    Attributes:
+      pattern: Name of the pattern: what switches it off.
+      kernel: The public function that replaces the operations, with what it takes over.
+      where: The operation that it was found by, its scope and its line in the user's source.
+      scope: Name scope of the whole.
+      operands: What is read.
+      outputs: Numbers of the values that are replaced.
+      function: Computes these from the operands, in their shapes and dtypes.
+      operations: Positions of the operations between operands and outputs.
+      replaced: Those among them that nobody else needs.
+    """
+
+    pattern: str
+    kernel: str
+    where: str
+    scope: str
+    operands: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    function: Callable[..., Sequence[Array]]
+    operations: tuple[int, ...]
+    replaced: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """What looked like a pattern and was left alone.
+
+    Attributes:
+      pattern: Name of the pattern.
+      where: As of a match.
+      reason: Why.
+    """
+
+    pattern: str
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        return f"{self.pattern} at {self.where}: not matched: {self.reason}"
+
+
+def match(
+    reading: Reading,
+    pattern: str,
+    kernel: str,
+    *,
+    anchors: Sequence[int],
+    operands: Sequence[Operand],
+    outputs: Sequence[int],
+    function: Callable[..., Sequence[Array]],
+) -> Match:
+    """Makes a match of what lies between operands and outputs.
+
+    Args:
+      reading: The graph.
+      pattern: See `Match`.
+      kernel: See `Match`.
+      anchors: Positions of the operations that the pattern begins with; what follows from them
+        within the match must not be read elsewhere. The first gives the match its place.
+      operands: See `Match`; repeated ones are read once.
+      outputs: See `Match`.
+      function: Called with an array for each operand.
+
+    Raises:
+      Mismatch: Something in between is read elsewhere or returned.
+    """
+    operations = _between(reading, {o.value for o in operands}, outputs)
+    replaced = _following(reading, operations, anchors)
+    inner = [v for i in sorted(replaced) for v in reading.graph.operations[i].outputs]
+    for value in inner:
+        reason = _read_elsewhere(reading, value, set(operations))
+        if reason is not None and value not in outputs:
+            raise Mismatch(reason, anchors)
+    first = reading.graph.operations[anchors[0]]
+    return Match(
+        pattern=pattern,
+        kernel=kernel,
+        where=describe(first),
+        scope=first.scope,
+        operands=tuple(operands),
+        outputs=tuple(outputs),
+        function=function,
+        operations=operations,
+        replaced=replaced,
+    )
+
+
+def _between(reading: Reading, operands: set[int], outputs: Sequence[int]) -> tuple[int, ...]:
+    found: set[int] = set()
+    waiting: list[Atom] = list(outputs)
+    while waiting:
+        atom = waiting.pop()
+        if isinstance(atom, Literal) or atom in operands:
+            continue
+        operation = reading.maker(atom)
+        if operation is None:
+            if reading.source(atom) == Source.CONSTANT:
+                continue
+            name = reading.graph.names[atom]
+            raise Mismatch(f"it also reads {name}, which the kernel has no place for")
+        index = reading.makers[atom]
+        if index not in found:
+            found.add(index)
+            waiting.extend(operation.inputs)
+    return tuple(sorted(found))
+
+
+def _following(
+    reading: Reading, operations: Sequence[int], anchors: Sequence[int]
+) -> frozenset[int]:
+    found, values = set(), set()
+    for index in operations:
+        operation = reading.graph.operations[index]
+        if index in anchors or values.intersection(
+            a for a in operation.inputs if isinstance(a, int)
+        ):
+            found.add(index)
+            values.update(operation.outputs)
+    return frozenset(found)
+
+
+def _read_elsewhere(reading: Reading, value: int, operations: set[int]) -> str | None:
+    name = reading.description(value)
+    if value in reading.returned:
+        return f"the result of its {name} is returned to the user"
+    others = [i for i in reading.readers.get(value, ()) if i not in operations]
+    if not others:
+        return None
+    return (
+        f"the result of its {name} is also read by {describe(reading.graph.operations[others[0]])}"
+    )
+
+
+def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
+    """The graph with each match replaced by the operations its function traces to."""
+    avals, placed = list(graph.avals), []
+    makers = Reading(graph).makers
+    replaced = {value for m in matches for value in m.outputs}
+    for index, operation in enumerate(graph.operations):
+        if not replaced.intersection(operation.outputs):
+            placed.append((index, operation))
+    for m in matches:
+        place = min(makers[value] for value in m.outputs)
+        placed += [(place, operation) for operation in _fragment(avals, m)]
+    operations = _ordered(placed)
+    return without_dead_code(replace(graph, avals=tuple(avals), operations=tuple(operations)))
+
+
+def _fragment(avals: list, m: Match) -> list[Operation]:
+    """The operations of a match's function, their values numbered after those that there are."""
+    given = [jax.ShapeDtypeStruct(avals[o.value].shape, avals[o.value].dtype) for o in m.operands]
+    fragment = trace(lambda _, *operands: tuple(m.function(*operands)), (), *given)
+    numbers: dict[int, Atom] = {}
+    for i, value in enumerate(fragment.constants):
+        numbers[i] = Literal(value, fragment.avals[i])
+    for i, operand in zip(fragment.inputs, m.operands, strict=True):
+        numbers[i] = operand.value
+    results = dict(zip(fragment.outputs, m.outputs, strict=True))
+    placed = []
+    for operation in fragment.operations:
+        outputs = []
+        for value in operation.outputs:
+            aval, number = fragment.avals[value], results.get(value, len(avals))
+            if number == len(avals):
+                avals.append(aval)
+            elif (aval.shape, aval.dtype) != (avals[number].shape, avals[number].dtype):
+                raise AssertionError(f"{m.kernel}: {aval} in place of {avals[number]}")
+            numbers[value] = number
+            outputs.append(number)
+        inputs = (a if isinstance(a, Literal) else numbers[a] for a in operation.inputs)
+        scope = "/".join(filter(None, (m.scope, operation.scope)))
+        placed.append(replace(operation, scope=scope, inputs=tuple(inputs), outputs=tuple(outputs)))
+    return placed
+
+
+def _ordered(placed: Sequence[tuple[int, Operation]]) -> list[Operation]:
+    """The operations in an order in which values are written before they are read.
+
+    Among those that could come next the one that stood first comes first, so that the order is
+    that of the program wherever it can be.
+    """
+    writers = {v: i for i, (_, operation) in enumerate(placed) for v in operation.outputs}
+    followers: list[list[int]] = [[] for _ in placed]
+    missing = [0] * len(placed)
+    for i, (_, operation) in enumerate(placed):
+        before = {writers[a] for a in operation.inputs if isinstance(a, int) and a in writers}
+        missing[i] = len(before)
+        for j in before:
+            followers[j].append(i)
+    ready = [(place, i) for i, (place, _) in enumerate(placed) if not missing[i]]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        ordered.append(placed[i][1])
+        for j in followers[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(ready, (placed[j][0], j))
+    if len(ordered) != len(placed):
+        raise AssertionError("fusion: a replaced operation reads what follows from it")
+    return ordered

@@ -1,0 +1,162 @@
+"""Fusion of ten models, each written in another way, and of the parts that patterns are made of."""
+
+import re
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.operation import PRIMITIVE
+from pallas_kernels.testing import assert_close
+from pbjax.errors import InputError
+from pbjax.functional import functional
+from pbjax.fusion import PATTERNS, fuse, verify
+from pbjax.trace import difference, evaluate, trace
+from tests import user_models
+from tests.user_models import B, D, H, N, S, normal
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+
+
+# Running costs nothing here, compiling all.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def traced(model, *inputs, variables=None):
+    seam = functional(model, variables)
+    with use_abstract_mesh(H200), jax.numpy_rank_promotion("allow"):  # as users have it
+        return trace(seam.apply, seam.params, *inputs), jax.tree.leaves(seam.params)
+
+
+def fused(model, *inputs, patterns="all", variables=None):
+    graph, _ = traced(model, *inputs, variables=variables)
+    with use_abstract_mesh(H200):
+        return fuse(graph, patterns)
+
+
+def run(graph, weights, inputs):
+    def program(*values):
+        env = dict(enumerate(values))
+        evaluate(graph.operations, env)
+        return [a.val if isinstance(a, Literal) else env[a] for a in graph.outputs]
+
+    values = [*weights, *map(jnp.asarray, graph.constants), *jax.tree.leaves(inputs)]
+    return jax.jit(program, compiler_options=FAST)(*values)
+
+
+@cache
+def case_of(make):
+    """A user's model, its graph and weights, and what fusion makes of it."""
+    case = make()
+    graph, weights = traced(case.model, *case.inputs, variables=case.variables)
+    with use_abstract_mesh(H200):
+        return case, graph, weights, fuse(graph)
+
+
+def kernels(fusion):
+    return Counter(found.kernel for found in fusion.matches)
+
+
+@pytest.mark.parametrize("make", user_models.CASES, ids=lambda make: make.__name__)
+def test_models_are_fused_whole_and_stay_the_same(make):
+    case, graph, weights, fusion = case_of(make)
+    assert kernels(fusion) == case.kernels
+    assert not fusion.misses
+    for got, want in zip(
+        *(run(g, weights, case.inputs) for g in (fusion.graph, graph)), strict=True
+    ):
+        assert_close(got, want, reduction=4 * D, roundings=len(graph.operations))
+
+
+@pytest.mark.parametrize("make", user_models.CASES, ids=lambda make: make.__name__)
+def test_each_match_computes_what_it_replaces(make):
+    _, graph, _, fusion = case_of(make)
+    verify(graph, fusion.matches)
+
+
+@pytest.mark.parametrize("make", user_models.CASES, ids=lambda make: make.__name__)
+def test_graphs_of_all_batch_sizes_are_rewritten_alike(make):
+    case, _, _, fusion = case_of(make)
+    larger = [jnp.concatenate([x] * 3) for x in case.inputs]
+    many = fused(case.model, *larger, variables=case.variables)
+    assert difference(fusion.graph, many.graph) is None
+    assert [m.kernel for m in fusion.matches] == [m.kernel for m in many.matches]
+
+
+def test_each_pattern_can_be_switched_off():
+    _, graph, _, fusion = case_of(user_models.nnx_encoder)
+    found = {m.pattern for m in fusion.matches}
+    assert found == {"attention", "gemm", "layer_norm"}
+    with use_abstract_mesh(H200):
+        for pattern in found:
+            rest = fuse(graph, set(PATTERNS) - {pattern})
+            assert pattern not in {m.pattern for m in rest.matches}
+    assert fuse(graph, "none").graph is graph
+
+
+def test_an_unknown_pattern_is_refused_with_the_names_there_are():
+    with pytest.raises(InputError, match=r"no pattern 'atention'.*attention"):
+        fused(lambda x: x + 1.0, normal(0, 2, 3), patterns={"atention"})
+
+
+def test_a_match_says_where_it_is():
+    fusion = case_of(user_models.linen_decoder)[-1]
+    (attention,) = (m for m in fusion.matches if m.pattern == "attention")
+    assert "LinenDecoder" in attention.where
+    assert "user_models.py" in attention.where
+    kernel = next(o for o in fusion.graph.operations if o.primitive == PRIMITIVE)
+    assert "LinenDecoder" in kernel.scope
+
+
+def attend(q, k, v, change=lambda scores: scores, axis=-1):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+    weights = jax.nn.softmax(change(scores), axis=axis)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+QKV = tuple(normal(i, B, S, N, H) for i in range(3))
+
+
+def softcapped(q, k, v):
+    return attend(q, k, v, lambda scores: 30.0 * jnp.tanh(scores / 30.0))
+
+
+def masked_by_score(q, k, v):
+    return attend(q, k, v, lambda scores: jnp.where(scores > 0.1, scores, -1e9))
+
+
+def over_queries(q, k, v):
+    return attend(q, k, v, axis=2)
+
+
+def returning_weights(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v), weights
+
+
+def wide_values(q, k, v):
+    return attend(q, k, jnp.concatenate([v, v], axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (softcapped, "the scores go through tanh"),
+        (masked_by_score, "the mask is a function of the scores, by gt"),
+        (over_queries, "the softmax runs over another axis than the product with the values"),
+        (returning_weights, "the result of its div .* is returned to the user"),
+        (wide_values, "queries have heads of 8 features, values of 16"),
+    ],
+)
+def test_attention_that_the_kernel_cannot_do_is_left_alone_with_the_reason(model, reason):
+    graph, _ = traced(model, *QKV)
+    fusion = fused(model, *QKV)
+    assert fusion.matches == ()
+    assert difference(fusion.graph, graph) is None
+    (miss,) = fusion.misses
+    assert miss.pattern == "attention"
+    assert re.search(reason, miss.reason)
