@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from models.kernels import Attention, Kernels
 from models.layers import Ids, Mask, attend, causal_bias
+from models.segments import attend_packed
 from pallas_kernels import attention as kernel
 
 
@@ -28,6 +29,7 @@ class Keys:
       causal: Whether a query sees keys up to its own position alone.
       lengths: How many keys of each sequence count; None = all.
       slopes: By how much each head's scores fall per position of distance.
+      offsets: Where each of several sequences of a row begins; see `models.segments`.
     """
 
     by: Attention
@@ -36,6 +38,7 @@ class Keys:
     causal: bool = False
     lengths: Int[Array, " B"] | None = None
     slopes: Float[np.ndarray, " N"] | None = None
+    offsets: Int[Array, " C"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,8 @@ def attention(
     Returns:
       For each query the weighted mean of the values.
     """
+    if keys.by == "pallas" and keys.offsets is not None:
+        return attend_packed(query, key, value, keys.offsets, keys.bias)
     if keys.by == "pallas":
         slopes = None if keys.slopes is None else jnp.asarray(keys.slopes)
         return kernel.attention(

@@ -11,9 +11,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models.attention import Keys, attention, packing_of
 from models.bert_config import BertConfig
@@ -30,7 +31,7 @@ from models.layers import (
     look_up,
 )
 from models.outputs import register_output
-from models.segments import segment_keys
+from models.segments import segment_bias
 
 
 @register_output
@@ -248,7 +249,11 @@ class BertModel(nnx.Module):
         return self.masked_lm_head(last, self.embeddings.word.embedding[...])
 
     def packed_hidden_state(
-        self, input_ids: Ids, segment_ids: Ids, position_ids: Ids
+        self,
+        input_ids: Ids,
+        segment_ids: Ids,
+        position_ids: Ids,
+        offsets: Int[Array | np.ndarray, " C"],
     ) -> Float[Array, "R L D"]:
         """Encodes rows that hold several sequences each, one after another.
 
@@ -256,11 +261,17 @@ class BertModel(nnx.Module):
           input_ids: Tokens; token types are 0.
           segment_ids: Which sequence of its row a token belongs to.
           position_ids: Where in its sequence a token stands; NaN comes of one outside the model's.
+          offsets: Where each sequence, and the empty end of each row, begins among the tokens of
+            all rows, and at the end their number.
 
         Returns:
           Hidden states of the last block, of each sequence as if it were alone.
         """
-        keys = segment_keys(self.kernels, segment_ids)
+        keys = Keys(
+            by="pallas" if self.kernels.attention == "pallas" else "xla",
+            bias=segment_bias(segment_ids),
+            offsets=jnp.asarray(offsets),
+        )
         x = self.embeddings(input_ids, None, position_ids)
         for layer in self.layers:
             x = layer(x, keys)

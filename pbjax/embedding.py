@@ -44,7 +44,7 @@ class PackedEncoder(Protocol):
         """Number of tokens."""
         ...
 
-    # packed_hidden_state(input_ids, segment_ids, position_ids) is called by name.
+    # packed_hidden_state(input_ids, segment_ids, position_ids, offsets) is called by name.
 
 
 def embed(
@@ -121,8 +121,8 @@ def _batches(
     num_segments = 1 << (packing.most_segments - 1).bit_length()
     for first in range(0, len(packing.rows), most_rows):
         num_rows = counts.least(min(most_rows, len(packing.rows) - first))
-        rows = packing.arrays(sequences, first, num_rows)
-        arrays = (rows.input_ids, rows.segment_ids, rows.position_ids)
+        rows = packing.arrays(sequences, first, num_rows, num_segments)
+        arrays = (rows.input_ids, rows.segment_ids, rows.position_ids, rows.offsets)
         options = {"apply": method.apply, "num_segments": num_segments, "pooling": pooling}
         yield first, _pooled(method.params, *arrays, **options)
 
@@ -133,13 +133,14 @@ def _pooled(
     input_ids: Int[Array, "R L"],
     segment_ids: Int[Array, "R L"],
     position_ids: Int[Array, "R L"],
+    offsets: Int[Array, " C"],
     *,
     apply: Callable,
     num_segments: int,
     pooling: Pooling,
 ) -> Float[Array, "R S D"]:
     """Returns a vector for every segment of every row, in f32; zeros for those there are not."""
-    hidden = apply(params, input_ids, segment_ids, position_ids)
+    hidden = apply(params, input_ids, segment_ids, position_ids, offsets)
     with jax.named_scope("pooling"):
         numbers = jnp.arange(1, num_segments + 1, dtype=segment_ids.dtype)
         shape = (segment_ids.shape[0], num_segments, segment_ids.shape[1])

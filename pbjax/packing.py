@@ -25,11 +25,14 @@ class PackedRows:
       input_ids: Tokens; 0 where there is none.
       segment_ids: Which sequence of its row a token belongs to, from 1 on; 0 where there is none.
       position_ids: Where in its sequence a token stands.
+      offsets: Where each sequence, and the empty end of each row, begins among the tokens of all
+        rows, and at the end their number, as often as is left over.
     """
 
     input_ids: Int[np.ndarray, "R L"]
     segment_ids: Int[np.ndarray, "R L"]
     position_ids: Int[np.ndarray, "R L"]
+    offsets: Int[np.ndarray, " C"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,11 @@ class Packing:
         return np.cumsum([0, *(self.lengths[index] for index in self.rows[row])], dtype=np.int32)
 
     def arrays(
-        self, sequences: Sequence[Sequence[int] | np.ndarray], first: int, num_rows: int
+        self,
+        sequences: Sequence[Sequence[int] | np.ndarray],
+        first: int,
+        num_rows: int,
+        num_segments: int | None = None,
     ) -> PackedRows:
         """Returns rows as arrays; those beyond the last are empty.
 
@@ -71,15 +78,25 @@ class Packing:
           sequences: The tokens of each sequence that was packed.
           first: The first row.
           num_rows: How many.
+          num_segments: For how many sequences a row there are offsets; None = `most_segments`.
         """
         ids, segments, positions = np.zeros((3, num_rows, self.row_length), np.int32)
-        for place, row in enumerate(self.rows[first : first + num_rows]):
-            bounds = pairwise(self.cumulative_lengths(first + place))
-            for number, (index, (start, stop)) in enumerate(zip(row, bounds, strict=True), 1):
+        num_segments = self.most_segments if num_segments is None else num_segments
+        starts: list[int] = []
+        for place in range(num_rows):
+            row = self.rows[first + place] if first + place < len(self.rows) else ()
+            bounds = self.cumulative_lengths(first + place) if row else np.zeros(1, np.int32)
+            stretches = zip(row, pairwise(bounds), strict=True)
+            for number, (index, (start, stop)) in enumerate(stretches, 1):
                 ids[place, start:stop] = sequences[index]
                 segments[place, start:stop] = number
                 positions[place, start:stop] = np.arange(stop - start)
-        return PackedRows(input_ids=ids, segment_ids=segments, position_ids=positions)
+            starts += (place * self.row_length + bounds).tolist()
+        offsets = np.full(num_rows * (num_segments + 1) + 1, ids.size, np.int32)
+        offsets[: len(starts)] = starts
+        return PackedRows(
+            input_ids=ids, segment_ids=segments, position_ids=positions, offsets=offsets
+        )
 
 
 def pack(lengths: Sequence[int], row_length: int) -> Packing:

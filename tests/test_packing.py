@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -80,3 +82,20 @@ def test_mixed_lengths_fill_nine_tenths(random):
 def test_sequence_that_does_not_fit_is_refused(length):
     with pytest.raises(InputError, match=f"a sequence has {length} tokens; 0 to 8 fit"):
         pack([3, length], 8)
+
+
+@given(lengths, st.integers(0, 3), st.integers(1, 5))
+def test_offsets_are_where_the_sequences_begin(given_lengths, first, count):
+    packing = pack(given_lengths, 40)
+    sequences = [[1] * length for length in given_lengths]
+    arrays = packing.arrays(sequences, first, count, packing.most_segments + 2)
+    assert arrays.offsets.shape == (count * (packing.most_segments + 3) + 1,)
+    assert arrays.offsets[0] == 0
+    assert arrays.offsets[-1] == count * 40
+    assert (np.diff(arrays.offsets) >= 0).all()
+    # Within a run of the offsets every token is of the same sequence, and at each begins another.
+    flat = arrays.segment_ids.reshape(-1)
+    runs = [flat[a:b] for a, b in pairwise(arrays.offsets) if b > a]
+    assert all(len(set(run.tolist())) == 1 for run in runs)
+    standing = [index for row in packing.rows[first : first + count] for index in row]
+    assert [len(run) for run in runs if run[0]] == [given_lengths[index] for index in standing]
