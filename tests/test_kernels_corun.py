@@ -88,7 +88,7 @@ def test_pairs_are_right_and_free_of_races(name):
             return call(shape, implementation="mosaic_gpu", sm_budget=3)(x, w, *rest)
         partner = mosaic_gpu.norm_partner(*rest, eps=EPS, centred=True, emulated=True)
         epilogue = gemm_kernel.Epilogue(activation=shape.activation)
-        return mosaic_gpu.gemm_beside(x, w, None, None, partner, epilogue=epilogue, ctas=3)
+        return mosaic_gpu.gemm_beside(x, (w,), None, None, partner, epilogue=epilogue, ctas=3)
 
     results = interpreted(run, x, w, *rest)
     expected = truth(shape, x, w, *rest)
@@ -166,5 +166,5 @@ def test_clusters_are_refused_in_a_co_run():
     tile = gemm_kernel.Tile(cluster="m")
     with pytest.raises(ValueError, match="clusters"):
         mosaic_gpu.gemm_beside(
-            X, W, None, None, data, epilogue=gemm_kernel.Epilogue(), ctas=4, tile=tile
+            X, (W,), None, None, data, epilogue=gemm_kernel.Epilogue(), ctas=4, tile=tile
         )

@@ -4,13 +4,15 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.corun import mosaic_gpu
+from pallas_kernels.corun.tiles import tile_beside
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention.api import check_decode_attention
 from pallas_kernels.gemm.activations import Activation
-from pallas_kernels.gemm.api import check_gemm, gemm
+from pallas_kernels.gemm.api import check_gemm, check_groups, gated_gemm, gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue
 from pallas_kernels.norm.api import add_layer_norm, add_rms_norm, check_norm
 
@@ -29,16 +31,16 @@ class GemmBesideNorm(NamedTuple):
     total: Float[Array, "*C D"]
 
 
-class GemmBesideSums(NamedTuple):
+class GemmBesideDecodeAttention(NamedTuple):
     """Results of two independent pieces of work.
 
     Attributes:
-      product: As of `gemm`.
-      sums: The column sums of the data, in f32.
+      product: As of `gemm` or `gated_gemm`.
+      attended: As of `decode_attention`.
     """
 
     product: Float[Array, "*B N"]
-    sums: Float[Array, " C"]
+    attended: Float[Array, "C T A H"]
 
 
 def gemm_beside_norm(
@@ -94,12 +96,12 @@ def gemm_beside_norm(
     rows = [a.reshape(-1, width) for a in (norm_x, norm_residual)]
 
     def together():
-        _require(implementation)
+        require(implementation)
         results = _beside_norm(
-            _rows(x),
+            rows_of(x),
             w,
             bias,
-            None if residual is None else _rows(residual),
+            None if residual is None else rows_of(residual),
             *rows,
             norm_scale,
             norm_bias,
@@ -126,26 +128,49 @@ def gemm_beside_norm(
     )
 
 
-def gemm_beside_sums(
+def gemm_beside_decode_attention(
     x: Float[Array, "*B K"],
     w: Float[Array, "K N"],
-    data: Float[Array, "R C"],
+    q: Float[Array, "C T A H"],
+    k: Float[Array, "_ S G H"],
+    v: Float[Array, "_ S G H"],
+    lengths: Int[Array, " C"],
     *,
+    alibi_slopes: Float[Array, " A"] | None = None,
+    attention_scale: float | None = None,
+    first_sequence: int = 0,
+    w_gate: Float[Array, "K N"] | None = None,
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "*B N"] | None = None,
     activation: Activation | None = None,
+    scale: float = 1.0,
     sm_budget: int | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> GemmBesideSums:
-    """A GEMM beside the column sums of a large array, in one launch: the plainest partner.
+) -> GemmBesideDecodeAttention:
+    """A GEMM of one sub-batch beside the decode attention of another, in one launch.
+
+    Where it pays stands in docs/kernels_corun.md: with enough rows that the weights, which each
+    sub-batch reads for itself, cost less than what runs beside.
+
+    The attention of a layer is shared out over the launches of several GEMMs by sequences: each
+    gets some of q and lengths, and the whole cache. With 8 key-value heads multiples of 16
+    sequences fill the SMs evenly.
 
     Args:
       x: Input of the GEMM, as of `gemm`.
       w: Its weight.
-      data: Read once; the kernel takes 128 columns and rows in multiples of 64.
+      q: Queries, as of `decode_attention`; T times A / G at most 8.
+      k: Keys of these sequences and maybe others, contiguous.
+      v: Values, likewise.
+      lengths: Number of valid keys of each sequence of q.
+      alibi_slopes: As of `decode_attention`.
+      attention_scale: Factor of the scores; 1 / sqrt(H) if None.
+      first_sequence: Which sequence of the cache is the first of q.
+      w_gate: Makes the GEMM a `gated_gemm`, which has no bias, residual or scale.
       bias: Of the GEMM.
       residual: Of the GEMM.
       activation: Of the GEMM.
+      scale: Of the GEMM.
       sm_budget: SMs that the launch may fill; None: all.
       implementation: As for `gemm_beside_norm`.
 
@@ -153,76 +178,86 @@ def gemm_beside_sums(
       The results of both.
 
     Raises:
-      ValueError: As for `gemm`.
+      ValueError: As for `gemm` and `decode_attention`.
+      TypeError: As for `decode_attention`.
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
+    gated = w_gate is not None
+    check_groups(
+        [x],
+        None if residual is None else [residual],
+        gated=gated,
+        plain=(bias is None and scale == 1.0),
+    )
     check_gemm(x, w, bias, residual, activation)
-    ctas = dispatch.check_sm_budget("gemm_beside_sums", sm_budget)
+    if gated:
+        check_gemm(x, w_gate, None, None, activation)
+    check_decode_attention(q, k, v, lengths, None, alibi_slopes, first_sequence)
+    if attention_scale is None:
+        attention_scale = 1 / math.sqrt(q.shape[-1])
+    ctas = dispatch.check_sm_budget("gemm_beside_decode_attention", sm_budget)
 
     def together():
-        _require(implementation)
-        product, sums = _beside_sums(
-            _rows(x),
-            w,
+        require(implementation)
+        product, attended = _beside_decode_attention(
+            rows_of(x),
+            (w_gate, w) if gated else (w,),
             bias,
-            None if residual is None else _rows(residual),
-            data,
-            epilogue=Epilogue(activation=activation),
+            None if residual is None else rows_of(residual),
+            q,
+            k,
+            v,
+            lengths,
+            alibi_slopes,
+            first_sequence=first_sequence,
+            attention_scale=float(attention_scale),
+            epilogue=Epilogue(activation=activation, gated=gated, scale=scale),
             ctas=ctas,
         )
-        return GemmBesideSums(
-            product.reshape(*x.shape[:-1], w.shape[1]), jnp.sum(sums, axis=(0, 1))
+        return GemmBesideDecodeAttention(product.reshape(*x.shape[:-1], w.shape[1]), attended)
+
+    def in_sequence(implementation):
+        if gated:
+            options = {"activation": activation, "implementation": implementation}
+            product = gated_gemm(x, w_gate, w, **options)
+        else:
+            options = {"bias": bias, "residual": residual, "activation": activation}
+            product = gemm(x, w, **options, scale=scale, implementation=implementation)
+        attended = decode_attention(
+            q,
+            k,
+            v,
+            lengths,
+            alibi_slopes=alibi_slopes,
+            scale=attention_scale,
+            first_sequence=first_sequence,
+            implementation=implementation,
         )
+        return GemmBesideDecodeAttention(product, attended)
 
-    def in_sequence():
-        options = {"bias": bias, "residual": residual, "activation": activation}
-        product = gemm(x, w, **options, implementation="xla")
-        return GemmBesideSums(product, jnp.sum(data, axis=0, dtype=jnp.float32))
-
-    return dispatch.dispatch(
-        "gemm_beside_sums", implementation, {"mosaic_gpu": together, "xla": in_sequence}
-    )
-
-
-def column_sums(
-    data: Float[Array, "R C"],
-    *,
-    sm_budget: int | None = None,
-    implementation: dispatch.Implementation | None = None,
-) -> Float[Array, " C"]:
-    """The column sums of a large array in f32: what `gemm_beside_sums` is measured against.
-
-    Args:
-      data: Read once; the kernel takes 128 columns and rows in multiples of 64.
-      sm_budget: SMs that the kernel may fill; None: all.
-      implementation: "mosaic_gpu", "xla" or None for the best that can.
-
-    Returns:
-      One sum per column.
-
-    Raises:
-      ValueError: A budget the device lacks.
-      NotImplementedError: The named implementation cannot do this shape, dtype or device.
-    """
-    ctas = dispatch.check_sm_budget("column_sums", sm_budget)
-
-    def on_hopper():
-        _require(implementation)
-        return jnp.sum(_column_sums(data, ctas=ctas), axis=(0, 1))
+    def best():
+        try:
+            return together()
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+            return in_sequence(None)  # The best kernel for each.
 
     return dispatch.dispatch(
-        "column_sums",
+        "gemm_beside_decode_attention",
         implementation,
-        {"mosaic_gpu": on_hopper, "xla": lambda: jnp.sum(data, axis=0, dtype=jnp.float32)},
+        {"mosaic_gpu": best, "xla": lambda: in_sequence("xla")},
     )
 
 
-def _require(implementation) -> None:
+def require(implementation: dispatch.Implementation | None) -> None:
+    """Refuses another device than a Hopper GPU where no implementation is named."""
     if implementation is None:
         dispatch.require_hopper("corun")
 
 
-def _rows(x):
+def rows_of(x: Float[Array, "*B K"]) -> Float[Array, "M K"]:
+    """The input with its leading axes as rows."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -234,7 +269,7 @@ def _run_beside_norm(
     )
     return mosaic_gpu.gemm_beside(
         x,
-        w,
+        (w,),
         bias,
         residual,
         partner,
@@ -244,7 +279,50 @@ def _run_beside_norm(
     )
 
 
+def _run_beside_decode_attention(
+    x,
+    weights,
+    bias,
+    residual,
+    q,
+    k,
+    v,
+    lengths,
+    alibi_slopes,
+    *,
+    first_sequence,
+    attention_scale,
+    epilogue,
+    ctas,
+):
+    tile = tile_beside(x.shape[0], weights[0].shape[1], x.shape[1], gated=epilogue.gated, ctas=ctas)
+    partner = mosaic_gpu.decode_partner(
+        q,
+        k,
+        v,
+        lengths,
+        alibi_slopes,
+        first_sequence=first_sequence,
+        scale=attention_scale,
+        tile=tile,
+    )
+    product, folded = mosaic_gpu.gemm_beside(
+        x,
+        weights,
+        bias,
+        residual,
+        partner,
+        epilogue=epilogue,
+        ctas=ctas,
+        tile=tile,
+        name="pbjax_gemm_beside_decode_attention",
+    )
+    return product, mosaic_gpu.unfold(folded, q.shape[1])
+
+
 # One launch is traced and lowered once for all its uses in a program.
 _beside_norm = jax.jit(_run_beside_norm, static_argnames=("eps", "centred", "epilogue", "ctas"))
-_beside_sums = jax.jit(mosaic_gpu.gemm_beside_sums, static_argnames=("epilogue", "ctas"))
-_column_sums = jax.jit(mosaic_gpu.column_sums, static_argnames=("ctas",))
+_beside_decode_attention = jax.jit(
+    _run_beside_decode_attention,
+    static_argnames=("first_sequence", "attention_scale", "epilogue", "ctas"),
+)

@@ -3,10 +3,10 @@
 Warpgroups 0 and 1 multiply, 2 copies operands for them, 3 streams its own data through its own
 ring. So each SM has both kinds of work from start to end whatever their shares, and neither waits
 for the other. The other design, some SMs for one and some for the other, is slower: see
-docs/kernels.md.
+docs/kernels_corun.md.
 
-Partners: a norm with a residual sum (pallas_kernels.norm), and column sums of a large array, the
-plainest reader.
+Partners: decode attention (corun.decode_attention), a norm with a residual sum
+(pallas_kernels.norm), and column sums of a large array, the plainest reader.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,19 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.corun import decode_attention
+from pallas_kernels.corun.tiles import WIDE_TILE
+from pallas_kernels.decode_attention.mosaic_gpu import Problem
 from pallas_kernels.gemm import mosaic_gpu as gemm
 from pallas_kernels.norm import mosaic_gpu as norm
 
 # Registers of each thread that multiplies, that copies, and of the partner: twice the first and the
 # others are 512.
-READER_REGISTERS, NORM_REGISTERS = (192, 40, 88), (184, 40, 104)
-GEMM_TILE = gemm.Tile(schedule="cooperative", pipeline_depth=3, store_slots=1, in_flight=0)
-PARTNER_BYTES = gemm.SMEM_BYTES - GEMM_TILE.smem_bytes - 3072
+READER_REGISTERS, NORM_REGISTERS = (192, 40, 88), (176, 40, 120)
+DECODE_REGISTERS = (192, 40, 88)
+PARTNER_BYTES = gemm.SMEM_BYTES - WIDE_TILE.smem_bytes - 3072
 
 # The reader sums blocks of (BLOCK, LANES) values, one TMA copy of 16 KB each, in (PART, LANES)
 # registers.
@@ -56,21 +59,24 @@ class Partner:
 
 def gemm_beside(
     x: Float[Array, "M K"],
-    w: Float[Array, "K N"],
+    weights: tuple[Float[Array, "K N"], ...],
     bias: Float[Array, " N"] | None,
     residual: Float[Array, "M N"] | None,
     partner: Partner,
     *,
     epilogue: gemm.Epilogue,
     ctas: int,
-    tile: gemm.Tile = GEMM_TILE,
+    tile: gemm.Tile = WIDE_TILE,
     name: str = "pbjax_gemm_beside",
 ) -> tuple[Array, ...]:
-    """Runs both on `ctas` SMs; returns the product and the partner's results."""
+    """Runs both on `ctas` SMs; returns the product and the partner's results.
+
+    `weights` is (w,), or (w_gate, w) for a gated product.
+    """
     if tile.cluster is not None:
         raise ValueError(f"{name}({tile}): clusters tie CTAs to each other; co-run tiles have none")
-    plan = gemm.make_plan(x, w, epilogue, tile, ctas)
-    operands = [a for a in (x, w, bias, residual) if a is not None]
+    plan = gemm.make_plan((x,), weights[0], epilogue, tile, ctas)
+    operands = [a for a in (x, *weights, bias, residual) if a is not None]
     first = gemm.scratch(plan, x.dtype, residual is not None)
     counts = [len(operands), len(partner.operands), 1, len(partner.out_types), len(first)]
 
@@ -139,6 +145,124 @@ def norm_tile(width: int) -> norm.Tile:
     return norm.Tile(width=width, arrays=2, warpgroups=1, pipeline_depth=depth, chunk=chunk)
 
 
+def decode_partner(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "_ S K H"],
+    v: Float[Array, "_ S K H"],
+    lengths: Int[Array, " B"],
+    alibi_slopes: Float[Array, " N"] | None,
+    *,
+    first_sequence: int,
+    scale: float,
+    tile: gemm.Tile,
+    depth: int | None = None,
+    emulated: bool = False,
+) -> Partner:
+    """Decode attention, as of `decode_attention`; its result has the shape of q as `fold` makes it.
+
+    Args:
+      q: Queries.
+      k: Keys of these and other sequences.
+      v: Values, likewise.
+      lengths: Number of valid keys.
+      alibi_slopes: Slope of each query head.
+      first_sequence: Which sequence of the cache is the first of q.
+      scale: Factor of the scores.
+      tile: Of the GEMM, which leaves the room.
+      depth: Slots of the ring; as many as there is room for if None.
+      emulated: Replaces what jax's interpreter lacks.
+
+    Raises:
+      NotImplementedError: More query rows than columns, other head sizes, keys not in eights.
+    """
+    _check_attention(q, k, tile)
+    b, t, n, h = q.shape
+    num_kv_heads = k.shape[2]
+    # Clipped here, not in the kernel: XLA hands a slice of the lengths on where it lies, which may
+    # be no multiple of 256 bytes, as the launch wants it; the result of an operation is one.
+    lengths = jnp.clip(lengths, 0, k.shape[1]).astype(jnp.int32)
+    operands = [fold(q, num_kv_heads), k, v, lengths]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, n // num_kv_heads)
+        slopes = jnp.tile(slopes, (1, t))
+        missing = decode_attention.COLUMNS - slopes.shape[1]
+        operands.append(jnp.pad(slopes, ((0, 0), (0, missing))))
+    problem = Problem(
+        batch_size=b,
+        num_tokens=t,
+        num_keys=k.shape[1],
+        num_kv_heads=num_kv_heads,
+        rows=t * n // num_kv_heads,
+        head_dim=h,
+        scale=scale,
+        has_alibi=alibi_slopes is not None,
+        first_sequence=first_sequence,
+    )
+    depth = decode_depth(tile, h) if depth is None else depth
+    job = decode_attention.Job(problem=problem, depth=depth, emulated=emulated)
+
+    def run(refs, me, workers):
+        # As few CTAs as need no more rounds. The last have the fewest tiles: they come first here.
+        rounds = -(-problem.items // workers)
+        busy, me = -(-problem.items // rounds), workers - 1 - me
+
+        @pl.when(me < busy)
+        def _():
+            decode_attention.attend(job, decode_attention.name_refs(job, refs), me, busy)
+
+    return Partner(
+        operands=operands,
+        out_types=(jax.ShapeDtypeStruct(operands[0].shape, q.dtype),),
+        scratch=job.scratch(q.dtype),
+        registers=DECODE_REGISTERS,
+        run=run,
+    )
+
+
+def fold(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
+    """The queries of each key-value head as rows: tokens times grouped heads."""
+    b, t, n, h = q.shape
+    grouped = q.reshape(b, t, num_kv_heads, n // num_kv_heads, h)
+    return jnp.swapaxes(grouped, 1, 2).reshape(b, num_kv_heads, -1, h)
+
+
+def unfold(folded: Float[Array, "B K R H"], num_tokens: int) -> Float[Array, "B T N H"]:
+    """What `fold` was given."""
+    b, num_kv_heads, _, h = folded.shape
+    grouped = folded.reshape(b, num_kv_heads, num_tokens, -1, h)
+    return jnp.swapaxes(grouped, 1, 2).reshape(b, num_tokens, -1, h)
+
+
+def decode_depth(tile: gemm.Tile, head_dim: int) -> int:
+    """Slots of the attention's ring in the shared memory that the GEMM leaves."""
+    room = gemm.SMEM_BYTES - tile.smem_bytes - 1024 - decode_attention.fixed_bytes(head_dim)
+    return room // decode_attention.slot_bytes(head_dim)
+
+
+def _check_attention(q, k, tile: gemm.Tile) -> None:
+    ours, (_, t, n, h) = "gemm_beside_decode_attention()", q.shape
+    rows = t * n // k.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"{ours}: dtype of q is {q.dtype}; WGMMA takes bfloat16 and float16; cast, or use "
+            "implementation='xla'"
+        )
+    if rows > decode_attention.COLUMNS:
+        raise NotImplementedError(
+            f"{ours}: {rows} query rows a key-value head; at most {decode_attention.COLUMNS}, "
+            "tokens times grouped heads; run decode_attention as a kernel of its own"
+        )
+    if h % 64 or decode_depth(tile, h) < 2:
+        raise NotImplementedError(
+            f"{ours}: head size is {h}; a multiple of 64, of which two tiles fit beside the GEMM; "
+            "run decode_attention as a kernel of its own"
+        )
+    if k.shape[1] % 8:
+        raise NotImplementedError(
+            f"{ours}: a cache of {k.shape[1]} keys; TMA wants a multiple of 8; allocate it so"
+        )
+
+
 def reader_partner(data: Float[Array, "R 128"], *, ctas: int) -> Partner:
     """Column sums: one (PART, LANES) of partial sums per CTA, rows taken modulo PART."""
     _check_data(data)
@@ -167,7 +291,7 @@ def gemm_beside_sums(
     """The product, and partial column sums of data, one (PART, LANES) per CTA."""
     product, sums = gemm_beside(
         x,
-        w,
+        (w,),
         bias,
         residual,
         reader_partner(data, ctas=ctas),
@@ -220,11 +344,14 @@ def read(refs, me, workers: int, first=0) -> None:
     def add(i, total):
         slot = lax.rem(i, jnp.int32(READER_DEPTH))
         plgpu.barrier_wait(arrived.at[first + slot])
-        for part in range(0, BLOCK, PART):
-            values = plgpu.load(ring.at[slot, pl.ds(part, PART)], layout=layout)
-            total += values.astype(jnp.float32)
+        values = [
+            plgpu.load(ring.at[slot, pl.ds(part, PART)], layout=layout)
+            for part in range(0, BLOCK, PART)
+        ]
         plgpu.commit_smem()  # The slot has been read before TMA writes it again.
         fetch(i + READER_DEPTH)
+        for value in values:  # Only now: the next block is on its way.
+            total += value.astype(jnp.float32)
         return total
 
     for i in range(READER_DEPTH):

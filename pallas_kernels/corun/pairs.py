@@ -7,8 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.corun.api import gemm_beside_decode_attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gated_gemm, gemm
+
+# Work items of a guest that give every SM of a Hopper GPU one, nearly.
+ITEMS_OF_A_PART = 128
 
 HOSTS = ("gemm", "gated_gemm")
 GUESTS = ("decode_attention",)
@@ -28,8 +32,14 @@ class Call:
 
 
 def num_parts(guest: Call) -> int:
-    """Into how many parts of equal work a guest can be divided: its sequences."""
-    return guest.arguments["q"].shape[0]
+    """Into how many parts of nearly equal work a guest can be divided."""
+    return -(-guest.arguments["q"].shape[0] // _sequences_of_a_part(guest))
+
+
+def _sequences_of_a_part(guest: Call) -> int:
+    """As many as keep all SMs busy with a key-value head each; fewer of a small batch."""
+    batch_size, num_kv_heads = guest.arguments["q"].shape[0], guest.arguments["k"].shape[2]
+    return max(1, min(ITEMS_OF_A_PART // num_kv_heads, batch_size // 8))
 
 
 def part(guest: Call, first: int, count: int) -> Array:
@@ -44,16 +54,26 @@ def join(parts: Sequence[Array]) -> Array:
 
 def _part(guest: Call, first: int, count: int) -> dict[str, Any]:
     """The arguments of a part: few queries, and all of the cache."""
-    given = dict(guest.arguments)
-    rows = slice(first, first + count)
-    given |= {name: given[name][rows] for name in ("q", "lengths")}
+    given, unit = dict(guest.arguments), _sequences_of_a_part(guest)
+    batch_size = given["q"].shape[0]
+    start, stop = first * unit, min((first + count) * unit, batch_size)
+    rows = slice(start, stop)
+    given["q"] = given["q"][rows]
+    # A launch wants operands at multiples of 256 bytes, and XLA hands a slice on where it lies: an
+    # operation makes it a new array. Slices of q, whole kilobytes a sequence, do.
+    given["lengths"] = jnp.maximum(given["lengths"][rows], 0)
     if given["page_table"] is not None:
-        return given | {"page_table": given["page_table"][rows]}
-    return given | {"first_sequence": given["first_sequence"] + first}
+        return given | {"page_table": jnp.maximum(given["page_table"][rows], 0)}
+    return given | {"first_sequence": given["first_sequence"] + start}
 
 
 def beside(host: Call, guest: Call, first: int, count: int) -> tuple[Any, Array]:
-    """A host, and parts of a guest."""
-    return {"gemm": gemm, "gated_gemm": gated_gemm}[host.name](**host.arguments), part(
-        guest, first, count
-    )
+    """A host, and parts of a guest: one launch, unless the guest's cache is paged."""
+    if guest.arguments["page_table"] is not None:
+        hosts = {"gemm": gemm, "gated_gemm": gated_gemm}
+        return hosts[host.name](**host.arguments), part(guest, first, count)
+    given = _part(guest, first, count)
+    given["attention_scale"] = given.pop("scale")
+    del given["page_table"]
+    both = gemm_beside_decode_attention(**host.arguments, **given)
+    return both.product, both.attended

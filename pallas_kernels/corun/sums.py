@@ -1,0 +1,122 @@
+"""A GEMM beside the column sums of a large array, the plainest reader: the public functions."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.corun import mosaic_gpu
+from pallas_kernels.corun.api import require, rows_of
+from pallas_kernels.gemm.activations import Activation
+from pallas_kernels.gemm.api import check_gemm, gemm
+from pallas_kernels.gemm.mosaic_gpu import Epilogue
+
+
+class GemmBesideSums(NamedTuple):
+    """Results of two independent pieces of work.
+
+    Attributes:
+      product: As of `gemm`.
+      sums: The column sums of the data, in f32.
+    """
+
+    product: Float[Array, "*B N"]
+    sums: Float[Array, " C"]
+
+
+def gemm_beside_sums(
+    x: Float[Array, "*B K"],
+    w: Float[Array, "K N"],
+    data: Float[Array, "R C"],
+    *,
+    bias: Float[Array, " N"] | None = None,
+    residual: Float[Array, "*B N"] | None = None,
+    activation: Activation | None = None,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> GemmBesideSums:
+    """A GEMM beside the column sums of a large array, in one launch: the plainest partner.
+
+    Args:
+      x: Input of the GEMM, as of `gemm`.
+      w: Its weight.
+      data: Read once; the kernel takes 128 columns and rows in multiples of 64.
+      bias: Of the GEMM.
+      residual: Of the GEMM.
+      activation: Of the GEMM.
+      sm_budget: SMs that the launch may fill; None: all.
+      implementation: As for `gemm_beside_norm`.
+
+    Returns:
+      The results of both.
+
+    Raises:
+      ValueError: As for `gemm`.
+      NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
+    """
+    check_gemm(x, w, bias, residual, activation)
+    ctas = dispatch.check_sm_budget("gemm_beside_sums", sm_budget)
+
+    def together():
+        require(implementation)
+        product, sums = _beside_sums(
+            rows_of(x),
+            w,
+            bias,
+            None if residual is None else rows_of(residual),
+            data,
+            epilogue=Epilogue(activation=activation),
+            ctas=ctas,
+        )
+        return GemmBesideSums(
+            product.reshape(*x.shape[:-1], w.shape[1]), jnp.sum(sums, axis=(0, 1))
+        )
+
+    def in_sequence():
+        options = {"bias": bias, "residual": residual, "activation": activation}
+        product = gemm(x, w, **options, implementation="xla")
+        return GemmBesideSums(product, jnp.sum(data, axis=0, dtype=jnp.float32))
+
+    return dispatch.dispatch(
+        "gemm_beside_sums", implementation, {"mosaic_gpu": together, "xla": in_sequence}
+    )
+
+
+def column_sums(
+    data: Float[Array, "R C"],
+    *,
+    sm_budget: int | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, " C"]:
+    """The column sums of a large array in f32: what `gemm_beside_sums` is measured against.
+
+    Args:
+      data: Read once; the kernel takes 128 columns and rows in multiples of 64.
+      sm_budget: SMs that the kernel may fill; None: all.
+      implementation: "mosaic_gpu", "xla" or None for the best that can.
+
+    Returns:
+      One sum per column.
+
+    Raises:
+      ValueError: A budget the device lacks.
+      NotImplementedError: The named implementation cannot do this shape, dtype or device.
+    """
+    ctas = dispatch.check_sm_budget("column_sums", sm_budget)
+
+    def on_hopper():
+        require(implementation)
+        return jnp.sum(_column_sums(data, ctas=ctas), axis=(0, 1))
+
+    return dispatch.dispatch(
+        "column_sums",
+        implementation,
+        {"mosaic_gpu": on_hopper, "xla": lambda: jnp.sum(data, axis=0, dtype=jnp.float32)},
+    )
+
+
+# One launch is traced and lowered once for all its uses in a program.
+_beside_sums = jax.jit(mosaic_gpu.gemm_beside_sums, static_argnames=("epilogue", "ctas"))
+_column_sums = jax.jit(mosaic_gpu.column_sums, static_argnames=("ctas",))
