@@ -74,8 +74,10 @@ def as_operation[Out](
     if out_shape != meant_shape:
         raise AssertionError(f"{name}: the kernel gives {out_shape}, plain JAX {meant_shape}")
     given = [x for x in arguments.values() if _is_array(x)]
-    # In an order that does not depend on what the launch does at this shape.
-    operands = list({id(x): x for x in (*given, *meaning.consts, *launch.consts)}.values())
+    # In an order that does not depend on what the launch does at this shape. Its numpy arrays are
+    # tables made of the shape alone, and no operands: they stay in its code.
+    captured = [x for x in launch.consts if not isinstance(x, np.ndarray)]
+    operands = list({id(x): x for x in (*given, *meaning.consts, *captured)}.values())
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
         return kernel()
     results = _kernel_p.bind(
@@ -112,12 +114,12 @@ def _named(arguments: Mapping[str, object], operands: Sequence[Array]) -> tuple:
 
 
 def _over(closed: ClosedJaxpr, operands: Sequence[Array]) -> ClosedJaxpr:
-    """The jaxpr with what it closed over as arguments, the operands in their order."""
+    """The jaxpr with those of the operands as arguments that it closed over, in their order."""
     places = {id(x): i for i, x in enumerate(operands)}
-    used = [places[id(x)] for x in closed.consts]
 
     def run(*operands):
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, [operands[i] for i in used]))()
+        consts = [operands[places[id(x)]] if id(x) in places else x for x in closed.consts]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))()
 
     return jax.make_jaxpr(run)(*operands)
 

@@ -187,6 +187,17 @@ def test_every_shape_lowers_to_one_kernel_of_its_name(name):
     assert "pbjax_attention" in text
 
 
+@pytest.mark.parametrize(
+    "case", [shape(256, 256, batch_size=8, causal=True), shape(67, 67, h=64, batch_size=8)]
+)
+def test_tables_of_the_shape_are_no_operands_of_the_traced_operation(case):
+    args, terms = operands(case)
+    with use_abstract_mesh(H200):
+        jaxpr = jax.make_jaxpr(functools.partial(attention, **terms))(*args)
+    (equation,) = jaxpr.eqns
+    assert [x.aval.shape for x in equation.invars] == [x.shape for x in args]
+
+
 def test_budget_is_the_grid():
     operand_shapes, run = abstract(shape(512, 512, n=8, k=8, h=64, batch_size=4))
     with use_abstract_mesh(H200):

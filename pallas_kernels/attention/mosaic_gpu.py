@@ -116,7 +116,7 @@ def attention(
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=_cast(bias, q.dtype),
         packed=None,
-        dealt=jnp.asarray(items.deal(problem, tile, sms)) if causal else None,
+        dealt=items.deal(problem, tile, sms) if causal else None,
     )
     return launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
 
@@ -217,7 +217,7 @@ def _attend_packed(
         starts=None,
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=None,
-        packed=jnp.asarray(items.pack(problem, tile, starts, lengths, keys)),
+        packed=items.pack(problem, tile, starts, lengths, keys),
         dealt=None,
     )
     return launch(problem, tile, given, min(sms, most), interpret)[0, :total, :, :h]
