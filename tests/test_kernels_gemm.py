@@ -11,7 +11,7 @@ from pallas_kernels.gemm import gated_gemm, gemm, grouped_gemm, mosaic_gpu, refe
 from pallas_kernels.gemm.activations import ACTIVATIONS, GELU_ERROR
 from pallas_kernels.gemm.api import check_gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
-from pallas_kernels.gemm.shapes import RAGGED, SHAPES, GemmShape
+from pallas_kernels.gemm.shapes import BERT, DECODE, GPT2, LLAMA, RAGGED, SHAPES, GemmShape
 from pallas_kernels.gemm.tiles import tile_for
 from pallas_kernels.testing import assert_close
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
@@ -250,6 +250,23 @@ def test_every_budget_lowers_without_clusters(budget):
     shape = SHAPES[1]
     lowered(call(shape, implementation="mosaic_gpu", sm_budget=budget), *specs_of(shape))
     assert tile_of(shape, budget).cluster is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (GPT2[3], {"tile_n": 192, "narrow_cols": 5}),  # 8.33 tiles of 192 are 4.4 waves.
+        (BERT[0], {"tile_n": 192, "narrow_cols": 0}),
+        (LLAMA[3], {"tile_n": 256, "schedule": "cooperative"}),  # A long K, one residual.
+        (DECODE[1], {"tile_n": 128, "schedule": "pingpong"}),  # 128 tiles for 132 SMs.
+        (LLAMA[2], {"weights": 2, "schedule": "cooperative"}),
+        (DECODE[2], {"weights": 2, "schedule": "pingpong"}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_tile_is_the_one_that_was_fastest(shape, expected):
+    tile = tile_of(shape)
+    assert {name: getattr(tile, name) for name in expected} == expected
 
 
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
