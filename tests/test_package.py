@@ -27,6 +27,8 @@ PURE = (
     "throughput",
     "candidates",
     "search",
+    "buckets",
+    "packing",
 )
 
 
