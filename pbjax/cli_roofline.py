@@ -1,6 +1,7 @@
 """The command `pbjax roofline`: what bounds a model, by its shapes alone, and what would help."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -108,6 +109,12 @@ def roofline(
         float, typer.Option(min=0, max=1, help="Probability that a drafted token is kept.")
     ] = 0.8,
     drafted: Annotated[int, typer.Option(min=1, help="Tokens drafted each round.")] = 4,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page with figures that needs no network.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Also write figures (SVG, PNG) and CSV into this folder.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
@@ -118,19 +125,21 @@ def roofline(
     reports = [subject.report(name, batch, seq) for name in phases]
     from pbjax.roofline_text import report_text
 
-    texts = [report_text(report) for report in reports]
+    texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
+    curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
     if study:
-        found = [_study(subject, report, seq, latency_ms) for report in reports]
-        texts += [text for text, _ in found]
-        document["studies"] = [data for _, data in found]
+        texts |= _study_texts(reports, curves)
+        document["studies"] = [s.to_dict() | {"choice": asdict(c)} for s, c in curves]
     if what_if:
         answers = [_what_if(subject, report, seq, devices) for report in reports]
         if draft is not None:
             answers.append(_speculation(subject, draft, dtype, seq, acceptance, drafted))
-        texts += [text for text, _ in answers]
+        texts |= {str(data["name"]): text for text, data in answers}
         document["what_if"] = [data for _, data in answers]
-    print(json.dumps(document) if as_json else "\n\n".join(texts))
+    print(json.dumps(document) if as_json else "\n\n".join(texts.values()))
+    if html is not None or figures is not None:
+        _write(reports, curves, texts, document, (html, figures))
     for report in reports:
         _require_room(report)
 
@@ -143,14 +152,36 @@ def _subject(model: str, device: str, dtype: str, attention: str) -> _Subject:
     return _Subject(name=Path(model).name, shape=shape, device=figures, attention=attention)
 
 
-def _study(
-    subject: _Subject, report: "Roofline", seq: int | None, latency_ms: float | None
-) -> tuple[str, dict[str, object]]:
+def _study_texts(
+    reports: "list[Roofline]", curves: "list[tuple[PhaseStudy, Choice]]"
+) -> dict[str, str]:
     from pbjax.roofline_tables import study_text
 
-    found, choice = _curves(subject, report, seq, latency_ms)
-    data = found.to_dict() | {"choice": asdict(choice)}
-    return study_text(found, choice, report), data
+    return {
+        f"{report.phase} over batch and length": study_text(*found, report)
+        for report, found in zip(reports, curves, strict=True)
+    }
+
+
+def _write(
+    reports: "list[Roofline]",
+    curves: "list[tuple[PhaseStudy, Choice]]",
+    texts: dict[str, str],
+    document: dict[str, object],
+    places: tuple[Path | None, Path | None],
+) -> None:
+    """Writes what was asked for and names it on stderr, so that stdout stays one document."""
+    from pbjax.roofline_pages import Findings, write_figures, write_page
+
+    findings = Findings(
+        reports=tuple(reports), curves=tuple(curves), texts=texts, document=document
+    )
+    page, folder = places
+    written = [] if folder is None else write_figures(findings, folder)
+    if page is not None:
+        write_page(findings, page)
+        written.append(page)
+    print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
 
 
 def _curves(
@@ -181,6 +212,7 @@ def _what_if(
 
     variants = _variants(subject, report, seq, devices)
     data: dict[str, object] = {
+        "name": f"{report.phase}: what if",
         "phase": report.phase,
         "variants": [
             {"name": v.name, "note": v.note, "report": v.report.to_dict()} for v in variants
@@ -252,7 +284,7 @@ def _speculation(
         "break_even_batch": even,
         "batches": list(map(asdict, found)),
     }
-    return text, {"phase": "decode", "speculation": data}
+    return text, {"name": "speculative decoding", "phase": "decode", "speculation": data}
 
 
 def _require_room(report: "Roofline") -> None:
