@@ -20,7 +20,7 @@ from pbjax.trace import Graph, Operation, evaluate
 from pbjax.weave import Item, Launch, Piece, Role
 
 # How much of the shorter of two partners a launch takes beside the longer one (docs/kernels_corun).
-COLLISION = 0.5
+COLLISION = 0.6
 
 
 def items(graph: Graph, labels: Sequence[Label]) -> tuple[Item, ...]:
