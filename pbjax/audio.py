@@ -1,7 +1,8 @@
 """Audio into a speech model and its scores into entries of its vocabulary.
 
-WAV files of 16-bit samples by the standard library; the features of wav2vec2 (normalised samples)
-and of Parakeet (normalised log mel spectrogram); greedy CTC. Not here: other files, resampling.
+WAV files of 16-bit samples by the standard library; the features of wav2vec2 (normalised samples),
+of Parakeet (normalised log mel spectrogram) and of LASR (log mel spectrogram); greedy CTC. Not
+here: other files, resampling.
 """
 
 import math
@@ -18,7 +19,10 @@ from pbjax.preprocessor import positive
 
 # What Parakeet's features add before the logarithm and to the deviation.
 LOG_GUARD, STD_GUARD = 2.0**-24, 1e-5
+# LASR's bins lie between these, and no less than this comes out of one.
+LASR_HERTZ, LASR_FLOOR = (125.0, 7500.0), 1e-5
 WAV2VEC2, PARAKEET = "Wav2Vec2FeatureExtractor", "ParakeetFeatureExtractor"
+LASR = "LasrFeatureExtractor"
 
 
 def read_wav(path: Path, sampling_rate: int) -> Float[np.ndarray, " T"]:
@@ -72,9 +76,12 @@ def extract_features(
         return (normalise(samples) if settings.get("do_normalize", True) else samples)[None]
     if kind == PARAKEET:
         return log_mels(samples, MelSettings.read(settings, name))[None]
+    if kind == LASR:
+        how = MelSettings.read({"feature_size": 128, **settings}, name)
+        return lasr_log_mels(samples, how)[None]
     raise InputError(
-        f"{name}: feature_extractor_type is {kind!r}; {WAV2VEC2} and {PARAKEET} are supported; use "
-        "such a checkpoint, or compute the features and call the model from Python"
+        f"{name}: feature_extractor_type is {kind!r}; {WAV2VEC2}, {PARAKEET} and {LASR} are "
+        "supported; use such a checkpoint, or compute the features and call the model from Python"
     )
 
 
@@ -157,6 +164,44 @@ def mel_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     rise, fall = (bins[None] - low) / (middle - low), (high - bins[None]) / (high - middle)
     return np.maximum(0.0, np.minimum(rise, fall)) * 2 / (high - low)
+
+
+def lasr_log_mels(
+    samples: Float[np.ndarray, " T"], how: MelSettings
+) -> Float[np.ndarray, "frames _"]:
+    """Returns the log mel spectrogram of LASR, of frames that are samples of the audio alone.
+
+    Raises:
+      InputError: There is no whole frame.
+
+    Source: Hugging Face's feature_extraction_lasr.py.
+    """
+    count = (len(samples) - how.window) // how.hop + 1
+    if count < 1:
+        raise InputError(
+            f"transcribe(): {len(samples)} samples; a frame is {how.window}, one or more are "
+            "needed; give longer audio"
+        )
+    places = how.hop * np.arange(count)[:, None] + np.arange(how.window)[None]
+    frames = samples.astype(np.float64)[places] * np.hanning(how.window)[None]
+    power = np.abs(np.fft.rfft(frames, n=how.fft_size, axis=1)) ** 2
+    return np.log(np.maximum(power @ lasr_filters(how).T, LASR_FLOOR)).astype(np.float32)
+
+
+def lasr_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
+    """Returns triangles over mels, evenly spaced, of height one; none holds the mean of a frame.
+
+    Source: HTK's mels, 1127 ln(1 + f / 700), as in Hugging Face's feature_extraction_lasr.py.
+    """
+    low, high = (1127 * math.log1p(hertz / 700) for hertz in LASR_HERTZ)
+    edges = np.linspace(low, high, how.num_mels + 2)[:, None]
+    bins = np.linspace(0.0, how.sampling_rate / 2, how.fft_size // 2 + 1)
+    mels = 1127 * np.log1p(bins / 700)[None]
+    rise = (mels - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    fall = (edges[2:] - mels) / (edges[2:] - edges[1:-1])
+    filters = np.maximum(0.0, np.minimum(rise, fall))
+    filters[:, 0] = 0
+    return filters
 
 
 # Linear up to 1000 Hz, which is 15 mels; then 27 mels a factor of 6.4.

@@ -218,7 +218,7 @@ def transcribe(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Write down speech by a wav2vec2-conformer or Parakeet with a CTC head, greedily."""
+    """Write down speech by a wav2vec2-conformer, Parakeet or LASR with a CTC head, greedily."""
     models = import_module("models")
     settings, vocabulary = models.load_preprocessor(model), models.load_vocabulary(model)
     from pbjax import audio

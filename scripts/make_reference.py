@@ -35,8 +35,9 @@ from reference_families import FAMILIES as TEXT_AND_IMAGES
 from reference_families import Family, llama_config
 from safetensors.numpy import load_file
 
-if transformers.__version__.startswith("5."):
-    from reference_families_v5 import FAMILIES
+IS_5 = transformers.__version__.startswith("5.")
+if IS_5:
+    from reference_families_v5 import FAMILIES, lasr_mels
 else:
     FAMILIES = TEXT_AND_IMAGES | AUDIO
 
@@ -135,6 +136,14 @@ def make_frequencies(file: Path) -> list[str]:
         return replace(new, file)
 
 
+def make_mels(file: Path) -> list[str]:
+    """Writes audio and its spectrogram by LASR's feature extractor."""
+    with tempfile.TemporaryDirectory() as temporary:
+        new = Path(temporary, "mels.npz")
+        np.savez(new, **lasr_mels(), meta=provenance())
+        return replace(new, file)
+
+
 def make_sentences(source: Path, file: Path) -> list[str]:
     """Writes the embeddings of a few sentences by the real all-MiniLM-L6-v2."""
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -223,6 +232,8 @@ def main() -> None:
         changes += make_names(family, options.target / name)
         if name == "llama":
             changes += make_frequencies(options.target / name / "frequencies.npz")
+    if IS_5:
+        changes += make_mels(options.target / "lasr" / "mels.npz")
     if options.minilm:
         changes += make_sentences(options.minilm, options.target / "minilm" / "sentences.npz")
     print("\n".join(changes) or "nothing changed")

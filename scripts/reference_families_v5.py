@@ -56,6 +56,17 @@ def lasr_values(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     }
 
 
+def lasr_mels() -> dict[str, np.ndarray]:
+    """Returns audio, and the spectrogram that LASR's feature extractor makes of it."""
+    time = np.arange(3000) / 16000
+    samples = 0.4 * np.sin(2 * np.pi * (300 + 9000 * time) * time)
+    samples += np.random.default_rng(20).normal(0, 0.05, len(time))
+    whole = (32767 * samples).astype(np.int16)
+    extract = transformers.LasrFeatureExtractor(feature_size=16)
+    found = extract((whole / 32768).astype(np.float32), sampling_rate=16000, return_tensors="np")
+    return {"samples": whole, "mels": found["input_features"][0]}
+
+
 FAMILIES = {
     "lasr": Family(
         config=lasr_config,

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import models
 import pbjax
+from pbjax import audio
 from pbjax.cli import app
 
 from .decoders import DATA, load
@@ -283,6 +284,15 @@ def test_speech_becomes_text_by_a_spectrogram_and_a_tokenizer(folder, speech):
     assert lines == [f"{speech}: {' '.join(expected)}"] * 2
 
 
+def test_speech_becomes_text_by_lasr(folder, speech, samples):
+    settings = {"feature_extractor_type": "LasrFeatureExtractor", "feature_size": 16}
+    path = folder("lasr", size=13, preprocessor_config=settings)
+    mels = audio.extract_features(samples.astype(np.float32) / 32768, settings, "m")
+    best = np.asarray(models.load(path)(mels).logits[0]).argmax(axis=1)
+    words = [f"w{index}" for index in best if index != 0]
+    assert done("transcribe", path, speech).stdout == " ".join(words) + "\n"
+
+
 def test_transcribe_refuses_in_one_line(folder, speech, picture):
     path = folder("parakeet", size=13)
     assert "preprocessor_config.json: no such file" in refused("transcribe", path, speech)
@@ -294,8 +304,9 @@ def test_transcribe_refuses_in_one_line(folder, speech, picture):
     )
     path = folder("parakeet", size=13, preprocessor_config=MELS)
     assert "not readable as WAV" in refused("transcribe", path, picture)
-    path = folder("lasr", preprocessor_config={"feature_extractor_type": "LasrFeatureExtractor"})
-    assert "feature_extractor_type is 'LasrFeatureExtractor'" in refused("transcribe", path, speech)
+    whisper = {"feature_extractor_type": "WhisperFeatureExtractor"}
+    path = folder("parakeet", size=13, preprocessor_config=whisper)
+    assert "type is 'WhisperFeatureExtractor'" in refused("transcribe", path, speech)
     path = folder("bert", preprocessor_config=WAV2VEC2)
     assert "without a CTC head" in refused("transcribe", path, speech)
 

@@ -135,6 +135,25 @@ def test_log_mels_are_those_of_hugging_face(expected):
     np.testing.assert_allclose(found[0], expected["audio.mels"][:-1], atol=2e-5)
 
 
+def test_spectrogram_of_lasr_is_that_of_hugging_face():
+    with np.load(DATA / "lasr" / "mels.npz") as file:
+        samples, expected = file["samples"].astype(np.float32) / 32768, file["mels"]
+    settings = {"feature_extractor_type": "LasrFeatureExtractor", "feature_size": 16}
+    found = audio.extract_features(samples, settings, "m")
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_lasr_has_128_bins_unless_told():
+    settings = {"feature_extractor_type": "LasrFeatureExtractor"}
+    assert audio.extract_features(np.zeros(560, np.float32), settings, "m").shape == (1, 2, 128)
+
+
+def test_audio_without_a_frame_of_lasr_is_refused():
+    settings = {"feature_extractor_type": "LasrFeatureExtractor"}
+    with pytest.raises(InputError, match="399 samples; a frame is 400"):
+        audio.extract_features(np.zeros(399, np.float32), settings, "m")
+
+
 @pytest.mark.parametrize("frames", [15, 16, 17, 24])
 def test_masked_last_frame_is_the_same_as_none_to_the_model(frames):
     model = models.load(DATA / "parakeet")
@@ -179,8 +198,8 @@ def test_file_that_is_no_wav_is_refused(tmp_path):
 
 def test_features_that_are_not_here_are_refused():
     samples = np.zeros(1000, np.float32)
-    with pytest.raises(InputError, match="feature_extractor_type is 'LasrFeatureExtractor'"):
-        audio.extract_features(samples, {"feature_extractor_type": "LasrFeatureExtractor"}, "m")
+    with pytest.raises(InputError, match="feature_extractor_type is 'WhisperFeatureExtractor'"):
+        audio.extract_features(samples, {"feature_extractor_type": "WhisperFeatureExtractor"}, "m")
     with pytest.raises(InputError, match=r"hop_length .* is 0"):
         audio.extract_features(samples, MELS | {"hop_length": 0}, "m")
     with pytest.raises(InputError, match="100 samples make 0 frames"):
