@@ -23,6 +23,7 @@ from models.kernels import PLAIN
 from models.layers import (
     CausalOutput,
     Ids,
+    Linear,
     Mask,
     PreNormMlp,
     causal_bias,
@@ -204,7 +205,7 @@ class BloomAttention(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         self.query_key_value = linear(config.embed_dim, 3 * config.embed_dim, dtype, rngs)
         self.output = linear(config.embed_dim, config.embed_dim, dtype, rngs)
-        self.parts = nnx.data(None)
+        self.parts: nnx.List[Linear] | None = nnx.data(None)
         self.num_heads = config.num_heads
 
     def arrange_weights(self) -> None:
@@ -212,7 +213,7 @@ class BloomAttention(nnx.Module):
         joined, heads = self.query_key_value, self.num_heads
         columns = np.arange(joined.out_features).reshape(heads, 3, -1)
         self.parts = nnx.List([part_of(joined, columns[:, i].reshape(-1)) for i in range(3)])
-        self.query_key_value = nnx.data(None)
+        del self.query_key_value
 
     def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Attends over the keys that a token sees."""

@@ -186,7 +186,7 @@ class ConformerConvolution(nnx.Module):
         init = nnx.initializers.normal(layers.INIT_STDDEV)
         self.norm = layers.layer_norm(dim, BLOCK_NORM_EPS, dtype, rngs)
         self.gated = layers.linear(dim, 2 * dim, dtype, rngs, use_bias=bias)
-        self.parts = nnx.data(None)
+        self.parts: nnx.List[layers.Linear] | None = nnx.data(None)
         self.depthwise = nnx.Param(init(rngs.params(), (config.kernel_size, 1, dim), dtype))
         self.depthwise_bias = nnx.Param(jnp.zeros(dim, dtype)) if bias else None
         self.batch_norm = BatchNorm(dim, eps=BLOCK_NORM_EPS, dtype=dtype)
@@ -200,7 +200,7 @@ class ConformerConvolution(nnx.Module):
             dim = self.gated.in_features
             columns = (slice(0, dim), slice(dim, 2 * dim))
             self.parts = nnx.List([layers.part_of(self.gated, part) for part in columns])
-            self.gated = nnx.data(None)
+            del self.gated
 
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None

@@ -26,6 +26,7 @@ from models.layers import (
     HUGGING_FACE_ACTIVATIONS,
     CausalOutput,
     Ids,
+    Linear,
     Mask,
     PreNormMlp,
     check_tokens,
@@ -186,7 +187,7 @@ class GPT2Attention(nnx.Module):
         self.norm = layer_norm(config.embed_dim, config.norm_eps, dtype, rngs)
         self.query_key_value = linear(config.embed_dim, 3 * config.embed_dim, dtype, rngs)
         self.output = linear(config.embed_dim, config.embed_dim, dtype, rngs)
-        self.parts = nnx.data(None)
+        self.parts: nnx.List[Linear] | None = nnx.data(None)
         self.num_heads = config.num_heads
 
     def arrange_weights(self) -> None:
@@ -194,7 +195,7 @@ class GPT2Attention(nnx.Module):
         dim = self.query_key_value.in_features
         columns = (slice(start, start + dim) for start in range(0, 3 * dim, dim))
         self.parts = nnx.List([part_of(self.query_key_value, part) for part in columns])
-        self.query_key_value = nnx.data(None)
+        del self.query_key_value
 
     def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
         """Attends over the keys that a token sees."""

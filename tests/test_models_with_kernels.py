@@ -25,6 +25,8 @@ from models.depthwise import depthwise_products
 from models.kernels import HOPPER, PLAIN, Kernels, with_kernels
 from models.numeric import TOLERANCE, errors_against, read_reference
 from models.parameters import fingerprint
+from pbjax.analysis import analyse
+from pbjax.device import find_device
 from tests.kernel_layers import lowered
 
 DATA = Path(__file__).parent / "data"
@@ -223,3 +225,12 @@ def test_a_lengthened_table_scores_and_looks_up_the_same_tokens():
     assert found.logits.shape == plain.logits.shape
     np.testing.assert_allclose(found.logits[:, :2], plain.logits[:, :2], rtol=1e-4, atol=1e-5)
     assert np.isnan(longer.embeddings(ids, None)[0, 2:]).all()
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "conformer", "gpt2", "bloom", "llama"])
+def test_the_engine_finds_the_layers_of_a_model_with_kernels(name):
+    model, inputs = full_width(name)
+    inputs = [jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype) for x in inputs]
+    with use_abstract_mesh(H200):
+        found = analyse(with_kernels(model, PALLAS), inputs, device=find_device("NVIDIA H200"))
+    assert found.outline.num_blocks == model.config.num_layers
