@@ -66,8 +66,8 @@ def launches():
 
 
 INTERPRETED = {
-    "sums, uneven shares": CorunShape(
-        name="", m=264, k=128, n=192, rows=7 * 64, width=128, partner="sums"
+    "sums, uneven shares, odd rows": CorunShape(
+        name="", m=261, k=128, n=192, rows=7 * 64, width=128, partner="sums"
     ),
     "sums, a CTA without a tile": CorunShape(
         name="", m=256, k=64, n=128, rows=64, width=128, partner="sums"

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
@@ -12,7 +13,7 @@ from pallas_kernels.corun.tiles import tile_beside
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import check_decode_attention
 from pallas_kernels.gemm.activations import Activation
-from pallas_kernels.gemm.api import check_gemm, check_groups, gated_gemm, gemm
+from pallas_kernels.gemm.api import ROWS, check_gemm, check_groups, gated_gemm, gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue
 from pallas_kernels.norm.api import add_layer_norm, add_rms_norm, check_norm
 
@@ -97,7 +98,7 @@ def gemm_beside_norm(
 
     def together():
         require(implementation)
-        results = _beside_norm(
+        product, *others = _beside_norm(
             rows_of(x),
             w,
             bias,
@@ -110,8 +111,8 @@ def gemm_beside_norm(
             epilogue=Epilogue(activation=activation),
             ctas=ctas,
         )
-        shapes = ((*x.shape[:-1], w.shape[1]), norm_x.shape, norm_x.shape)
-        return GemmBesideNorm(*(a.reshape(s) for a, s in zip(results, shapes, strict=True)))
+        normed, total = (a.reshape(norm_x.shape) for a in others)
+        return GemmBesideNorm(with_axes_of(product, x), normed, total)
 
     def in_sequence():
         options = {"bias": bias, "residual": residual, "activation": activation}
@@ -214,7 +215,7 @@ def gemm_beside_decode_attention(
             epilogue=Epilogue(activation=activation, gated=gated, scale=scale),
             ctas=ctas,
         )
-        return GemmBesideDecodeAttention(product.reshape(*x.shape[:-1], w.shape[1]), attended)
+        return GemmBesideDecodeAttention(with_axes_of(product, x), attended)
 
     def in_sequence(implementation):
         if gated:
@@ -256,9 +257,17 @@ def require(implementation: dispatch.Implementation | None) -> None:
         dispatch.require_hopper("corun")
 
 
-def rows_of(x: Float[Array, "*B K"]) -> Float[Array, "M K"]:
-    """The input with its leading axes as rows."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def rows_of(x: Float[Array, "*B K"]) -> Float[Array, "_ K"]:
+    """The input with its leading axes as rows, and rows of zeros up to a multiple of 8."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    missing = -rows.shape[0] % ROWS
+    return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
+
+
+def with_axes_of(product: Float[Array, "_ N"], x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+    """The product of `rows_of` x with the leading axes of x."""
+    rows = math.prod(x.shape[:-1])
+    return product[:rows].reshape(*x.shape[:-1], product.shape[1])
 
 
 def _run_beside_norm(

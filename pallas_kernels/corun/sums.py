@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.corun import mosaic_gpu
-from pallas_kernels.corun.api import require, rows_of
+from pallas_kernels.corun.api import require, rows_of, with_axes_of
 from pallas_kernels.gemm.activations import Activation
 from pallas_kernels.gemm.api import check_gemm, gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue
@@ -70,9 +70,7 @@ def gemm_beside_sums(
             epilogue=Epilogue(activation=activation),
             ctas=ctas,
         )
-        return GemmBesideSums(
-            product.reshape(*x.shape[:-1], w.shape[1]), jnp.sum(sums, axis=(0, 1))
-        )
+        return GemmBesideSums(with_axes_of(product, x), jnp.sum(sums, axis=(0, 1)))
 
     def in_sequence():
         options = {"bias": bias, "residual": residual, "activation": activation}
