@@ -106,7 +106,9 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
     axes.set_ylabel("attainable rate (TFLOP/s)")
     axes.set_title(f"{reports[0].model} on {device.kind}, predicted", loc="left", fontsize=11)
     axes.grid(which="major", color="#dddddd", linewidth=0.6)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8, frameon=False)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8, frameon=False, labelspacing=0.8
+    )
     return figure
 
 
@@ -156,7 +158,7 @@ def study_figure(studies: Sequence[PhaseStudy], report: Roofline) -> "Figure":
     """
     figure = _figure(10.4, 9.6)
     panels = figure.subplots(3, 2)
-    figure.subplots_adjust(left=0.11, right=0.97, top=0.93, bottom=0.07, hspace=0.2, wspace=0.3)
+    figure.subplots_adjust(left=0.11, right=0.97, top=0.93, bottom=0.12, hspace=0.2, wspace=0.3)
     for column, (over, sizes) in enumerate((("batch_size", "by_batch"), ("seq_len", "by_seq"))):
         for study in studies:
             points: tuple[SizePoint, ...] = getattr(study, sizes)
@@ -196,7 +198,8 @@ def study_figure(studies: Sequence[PhaseStudy], report: Roofline) -> "Figure":
             low, high = axes.get_ylim()
             _plain(axes.yaxis, high / low)
             axes.grid(which="major", color="#dddddd", linewidth=0.6)
-            axes.legend(fontsize=8, loc="best")
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+            axes.legend(fontsize=8, **(below if row == 2 else {"loc": "best"}))
     figure.suptitle(
         f"{report.model} on {report.device.kind}, predicted; dash-dotted: critical batch",
         x=0.11,
