@@ -11,26 +11,28 @@ from jaxtyping import Array
 from pallas_kernels.testing import assert_close
 from pbjax.dataflow import signature
 from pbjax.errors import VerificationError
+from pbjax.fusion.fusing import Fusion
 from pbjax.fusion.rewriting import Match, Operand
 from pbjax.trace import Aval, Graph, Operation, evaluate
 
 
-def verify(graph: Graph, matches: Sequence[Match], *, seed: int = 0) -> None:
+def verify(fusion: Fusion, *, seed: int = 0) -> None:
     """Runs each match and the operations it replaces on the same random operands.
 
     Matches of equal operations, such as those of equal layers, are verified once. The kernels run
     if the device has them, else their meaning in plain JAX.
 
     Args:
-      graph: The graph that the matches were found in.
-      matches: What `fuse` found.
+      fusion: What `fuse` found.
       seed: Of the operands.
 
     Raises:
       VerificationError: Results differ by more than their dtype allows.
     """
-    seen = set()
-    for number, found in enumerate(matches):
+    for loop in fusion.loops:
+        verify(loop, seed=seed)
+    graph, seen = fusion.source, set()
+    for number, found in enumerate(fusion.matches):
         key = _key(graph, found)
         if key in seen:
             continue

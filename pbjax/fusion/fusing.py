@@ -1,19 +1,21 @@
 """The pass itself: patterns over a graph, in order; what was found, and what was nearly found."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from pbjax.errors import InputError
 from pbjax.fusion.attention import find_attention
 from pbjax.fusion.gemms import find_gated, find_gemm
+from pbjax.fusion.joining import find_joint
+from pbjax.fusion.loops import body_of, with_body
 from pbjax.fusion.norms import find_norm
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch, Miss, rewrite
 from pbjax.trace import Graph, describe
 
-PATTERNS = ("attention", "gated_gemm", "gemm", "layer_norm", "rms_norm", "add_norm")
+PATTERNS = ("attention", "gated_gemm", "gemm", "qkv", "layer_norm", "rms_norm", "add_norm")
 
 type Patterns = Literal["all", "none"] | Collection[str]
 
@@ -23,14 +25,24 @@ class Fusion:
     """A graph with kernels in it, and what became of it.
 
     Attributes:
+      source: The graph as it was traced.
       graph: Computes the same.
       matches: What was replaced, in program order.
       misses: What looked like a pattern and was left alone.
+      loops: The same of the body of each scan.
     """
 
+    source: Graph
     graph: Graph
     matches: tuple[Match, ...]
     misses: tuple[Miss, ...]
+    loops: tuple["Fusion", ...] = ()
+
+    def lines(self) -> list[str]:
+        """What was found and what was nearly found, a line each, for a report."""
+        found = [f"{m.kernel} at {m.where}" for m in self.matches]
+        inner = [f"in a loop: {line}" for loop in self.loops for line in loop.lines()]
+        return [*found, *inner, *map(str, self.misses)]
 
 
 def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
@@ -49,20 +61,37 @@ def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
     Raises:
       InputError: There is no such pattern.
     """
-    enabled = names_of(patterns)
-    reading = Reading(graph)
+    return _fused(graph, names_of(patterns), frozenset())
+
+
+def _fused(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> Fusion:
+    reading = Reading(graph, held)
     search = _Search(reading)
     search.run("attention", find_attention, enabled, views=True)
     search.run("gated_gemm", find_gated, enabled)
-    search.run("gemm", find_gemm, enabled)
-    add_norm = "add_norm" in enabled
-    takes_sum = partial(search.is_free, enabled=add_norm)
+    search.run("gemm", partial(find_gemm, with_epilogue=True), enabled)
+    if "qkv" in enabled:
+        search.join()
+    search.run("gemm", partial(find_gemm, with_epilogue=False), enabled)
+    takes_sum = partial(search.is_free, enabled="add_norm" in enabled)
     search.run("norm", partial(find_norm, takes_sum=takes_sum), enabled)
     matches = sorted(search.matches, key=lambda m: min(m.outputs))
+    loops, operations = [], list(graph.operations)
+    for index, operation in enumerate(operations if enabled else ()):
+        if operation.primitive == "scan":
+            body, weights = body_of(operation, reading.weights)
+            # Weights that are joined in a loop would be joined at every step.
+            loops.append(_fused(body, enabled - {"qkv"}, weights))
+            if loops[-1].graph is not body:
+                operations[index] = with_body(operation, loops[-1].graph)
+    changed = matches or any(loop.graph is not loop.source for loop in loops)
+    rewritten = replace(graph, operations=tuple(operations))
     return Fusion(
-        graph=rewrite(graph, matches) if matches else graph,
+        source=graph,
+        graph=rewrite(rewritten, matches) if changed else graph,
         matches=tuple(matches),
         misses=search.misses(),
+        loops=tuple(loops),
     )
 
 
@@ -123,6 +152,12 @@ class _Search:
             if found is None or found.pattern not in enabled or found.replaced & self._taken:
                 continue
             self._take(found)
+
+    def join(self) -> None:
+        """Joins what is left of products of one input."""
+        for found in tuple(find_joint(self.reading, self.is_free)):
+            if not found.replaced & self._taken:
+                self._take(found)
 
     def _take(self, found: Match) -> None:
         """Notes a match and what nobody reads any more, such as queries that were scaled before."""

@@ -40,8 +40,14 @@ class Linear:
     dot: int
 
 
-def find_gemm(reading: Reading, value: int) -> Match | None:
+def find_gemm(reading: Reading, value: int, *, with_epilogue: bool) -> Match | None:
     """Matches a value that is a product with a weight and at least one step that follows it.
+
+    Args:
+      reading: The graph.
+      value: What may be the result.
+      with_epilogue: Whether an activation, a scale or a residual must follow, or nothing but a bias
+        may.
 
     Raises:
       Mismatch: It is one, but what lies between is read elsewhere.
@@ -60,7 +66,7 @@ def find_gemm(reading: Reading, value: int) -> Match | None:
             if residual is not None and reading.dtype(residual[0]) != reading.dtype(linear.x[0]):
                 continue
             plain = residual is None and activation is None and scale == 1.0
-            if plain and linear.bias is None:
+            if plain == with_epilogue or (plain and linear.bias is None):
                 continue
             return _match(axes, value, layout, linear, residual, activation, scale)
     return None
@@ -228,12 +234,13 @@ def find_gated(reading: Reading, value: int) -> Match | None:
 
 def _are_pair(a: Linear, b: Linear) -> bool:
     """Whether two products are of one input, summed over the same axes of it."""
+    return a.dot != b.dot and input_of(a) == input_of(b)
 
-    def place(linear):
-        value, layout = linear.x
-        return value, [axis if not set(axis) & set(linear.over) else None for axis in layout]
 
-    return a.dot != b.dot and place(a) == place(b)
+def input_of(linear: Linear) -> tuple[Atom, list[Axis | None]]:
+    """The input of a product with its layout; None for the axes that are summed."""
+    value, layout = linear.x
+    return value, [axis if not set(axis) & set(linear.over) else None for axis in layout]
 
 
 def _gated(axes: Axes, value, layout, pair, activation) -> Match:

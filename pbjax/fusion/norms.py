@@ -43,6 +43,8 @@ def _bodies(reading: Reading, value: int) -> list[tuple[Atom, Atom | None]]:
     operation = reading.maker(reading.uncast(value))
     if operation is None or operation.primitive not in ("add", "sub", "mul", "div"):
         return []
+    if len(reading.shape(value)) < 2:
+        return []
     if operation.primitive != "add":
         return [(value, None)]
     a, b = operation.inputs

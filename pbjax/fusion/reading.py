@@ -58,9 +58,15 @@ class Sum:
 
 @dataclass(frozen=True)
 class Reading:
-    """A graph with the links that patterns follow."""
+    """A graph with the links that patterns follow.
+
+    Attributes:
+      graph: The graph.
+      held: Inputs that are weights all the same, as in the body of a loop over layers.
+    """
 
     graph: Graph
+    held: frozenset[int] = frozenset()
 
     @cached_property
     def makers(self) -> dict[int, int]:
@@ -90,7 +96,7 @@ class Reading:
         graph = self.graph
         held = graph.num_weights - len(graph.constants)
         sources = [Source.WEIGHTS] * held + [Source.CONSTANT] * len(graph.constants)
-        sources += [Source.INPUTS] * graph.num_inputs
+        sources += [Source.WEIGHTS if i in self.held else Source.INPUTS for i in graph.inputs]
         for operation in graph.operations:
             found = max(map(self._known(sources), operation.inputs), default=Source.CONSTANT)
             sources += [found] * len(operation.outputs)
@@ -109,6 +115,11 @@ class Reading:
         if isinstance(atom, Literal):
             return Source.CONSTANT
         return self._sources[atom]
+
+    @property
+    def weights(self) -> frozenset[int]:
+        """All values that no input of a call enters."""
+        return frozenset(i for i, found in enumerate(self._sources) if found < Source.INPUTS)
 
     def is_weight(self, atom: Atom) -> bool:
         """Whether no input of a call enters the value."""

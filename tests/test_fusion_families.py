@@ -1,0 +1,124 @@
+"""Fusion of the package's own families, written in plain JAX: every attention, norm and MLP."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import models
+from pbjax.functional import functional
+from pbjax.fusion import fuse
+from pbjax.trace import trace
+
+DATA = Path(__file__).parent / "data"
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+# What is left of norms, softmax and activations where a pattern has missed one.
+PARTS = {"exp", "rsqrt", "sqrt", "erf", "erfc", "tanh", "logistic", "reduce_max"}
+IDS = np.ones((2, 12), np.int32)
+MASK = (np.arange(12)[None] < np.array([[12], [7]])).astype(np.int32)
+LAYERS = 2
+
+
+@cache
+def model(name):
+    return models.load(DATA / name)
+
+
+@cache
+def fused(name, *, masked):
+    reference = np.load(DATA / name / "reference.npz")
+    given = [key for key in ("pixel_values", "input_values", "input_features")]
+    found = [reference[f"inputs.{key}"] for key in given if f"inputs.{key}" in reference.files]
+    inputs = [jnp.asarray(found[0])] if found else [jnp.asarray(IDS)]
+    if masked:
+        mask = reference["inputs.attention_mask"] if found else MASK
+        inputs.append(jnp.asarray(mask))
+    seam = functional(model(name))
+    with use_abstract_mesh(H200):
+        return fuse(trace(seam.apply, seam.params, *inputs))
+
+
+def kernels(fusion, pattern):
+    return Counter(m.kernel for m in fusion.matches if m.pattern == pattern)
+
+
+@pytest.mark.parametrize(
+    ("name", "masked", "kernel"),
+    [
+        ("vit", False, "attention"),
+        ("bert", False, "attention"),
+        ("bert", True, "attention(bias)"),
+        ("gpt2", False, "attention(causal)"),
+        ("gpt2", True, "attention(causal, bias)"),
+        ("bloom", False, "attention(causal, alibi)"),
+        ("bloom", True, "attention(causal, bias)"),
+        ("llama", False, "attention(causal, grouped)"),
+        ("llama", True, "attention(causal, grouped, bias)"),
+        ("conformer", True, "attention(bias)"),
+        ("conformer_rotary", False, "attention"),
+        ("parakeet", False, "attention(bias)"),
+        ("lasr", False, "attention"),
+    ],
+)
+def test_every_attention_is_one_kernel(name, masked, kernel):
+    fusion = fused(name, masked=masked)
+    assert kernels(fusion, "attention") == {kernel: LAYERS}
+    assert not fusion.misses
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "rest"),
+    [
+        ("vit", {"layer_norm": 2 * LAYERS + 1}, {}),
+        ("bert", {"layer_norm": 2 * LAYERS + 1}, {"tanh": 1}),  # the pooler's
+        ("gpt2", {"layer_norm": 2 * LAYERS + 1}, {}),
+        ("bloom", {"layer_norm": 2 * LAYERS + 2}, {}),
+        ("llama", {"rms_norm": 2 * LAYERS + 1}, {}),
+    ],
+)
+def test_no_norm_and_no_activation_is_left(name, norms, rest):
+    fusion = fused(name, masked=False)
+    found = Counter(m.kernel for m in fusion.matches if m.pattern.endswith("norm"))
+    assert found == norms
+    left = Counter(o.primitive for o in fusion.graph.operations if o.primitive in PARTS)
+    assert left == rest
+
+
+@pytest.mark.parametrize("name", ["conformer", "conformer_rotary", "parakeet", "lasr"])
+def test_of_a_conformer_only_what_follows_a_convolution_is_left(name):
+    fusion = fused(name, masked=name == "conformer")
+    # Gate and activation of the convolution, and its BatchNorm.
+    left = {o.scope.split("/")[0] for o in fusion.graph.operations if o.primitive in PARTS}
+    assert left <= {"convolution", "positions", "features"}
+    assert sum(m.pattern == "layer_norm" for m in fusion.matches) >= 5 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("vit", "gemm(bias, gelu)"),
+        ("bert", "gemm(bias, gelu)"),
+        ("gpt2", "gemm(bias, gelu_tanh)"),
+        ("bloom", "gemm(bias, gelu_tanh)"),
+        ("llama", "gated_gemm(silu)"),
+    ],
+)
+def test_every_mlp_is_two_kernels(name, kernel):
+    found = Counter(m.kernel for m in fused(name, masked=False).matches)
+    assert found[kernel] == LAYERS
+    residual = "gemm(residual)" if name == "llama" else "gemm(bias, residual)"
+    assert found[residual] == 2 * LAYERS  # of the attention and of the MLP
+    assert found["gemm(3 joined, bias)" if name in ("vit", "bert") else "gemm(3 joined)"] == (
+        0 if name in ("gpt2", "bloom") else LAYERS
+    )
+
+
+def test_a_fused_model_traces_on_the_cpu_to_its_plain_form():
+    fusion = fused("llama", masked=False)
+    assert jax.default_backend() == "cpu"
+    assert len(fusion.graph.operations) < len(fusion.source.operations) / 2
