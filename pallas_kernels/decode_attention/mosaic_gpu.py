@@ -488,7 +488,8 @@ def decode_attention(
         k,
         v,
     ]
-    operands.append(lengths.astype(jnp.int32))
+    # A new array: XLA hands a slice on where it lies, and a launch wants multiples of 256 bytes.
+    operands.append(jnp.clip(lengths.astype(jnp.int32), 0, problem.num_keys))
     operands += [] if page_table is None else [page_table.astype(jnp.int32)]
     if alibi_slopes is not None:
         slopes = jnp.tile(alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group), (1, t))
