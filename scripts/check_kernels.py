@@ -53,66 +53,88 @@ def main() -> int:
 
 
 def _prepare(kernels, pattern, seed, index):
+    """Compiles all that a check runs: only one worker measures at a time, and may not compile."""
     import jax
+    import jax.numpy as jnp
 
     case = load_cases(kernels, pattern)[index]
     key = jax.random.fold_in(jax.random.key(seed), index)
     shapes = jax.eval_shape(case.make, key)
-    make = jax.jit(case.make).lower(key).compile()
-    run = jax.jit(case.run).lower(*shapes).compile()
+    results = jax.tree.leaves(jax.eval_shape(case.run, *shapes))
+    expected = jax.tree.leaves(jax.eval_shape(case.reference, *shapes))
+    bounds = [jax.ShapeDtypeStruct((), jnp.float32)] * len(results)
+
+    def poison():
+        return [jnp.full(x.shape, jnp.nan, case.dtype) for x in expected]
+
     reference = jax.jit(case.reference, compiler_options=REFERENCE_OPTIONS)
-    reference = reference.lower(*shapes).compile()
-    return case, functools.partial(make, key), run, reference
+    return (
+        case,
+        functools.partial(jax.jit(case.make).lower(key).compile(), key),
+        jax.jit(case.run).lower(*shapes).compile(),
+        reference.lower(*shapes).compile(),
+        jax.jit(poison).lower().compile(),
+        jax.jit(_compare).lower(results, results, expected).compile(),
+        jax.jit(_shares).lower(results, expected, bounds, bounds).compile(),
+    )
 
 
 def _check(repeats, _, prepared):
     """Returns the worst share of the tolerance, and what is wrong, if anything is."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
-    case, make, run, reference = prepared
+    from pallas_kernels.testing import tolerance
+
+    case, make, run, reference, poison, compare, shares = prepared
     inputs = make()
     expected = jax.tree.leaves(reference(*inputs))
     canaries = [jnp.full((CANARY_BYTES,), CANARY, jnp.uint8) for _ in range(CANARIES)]
     results = []
     for _ in range(repeats):
-        poison = [jnp.full(x.shape, jnp.nan, case.dtype) for x in expected]
-        jax.block_until_ready(poison)
-        del poison
+        jax.block_until_ready(poison())
         results.append(jax.block_until_ready(jax.tree.leaves(run(*inputs))))
-    if not all(bool(jnp.all(canary == CANARY)) for canary in canaries):
+    if not all(np.all(np.asarray(canary) == CANARY) for canary in canaries):
         return float("nan"), "a canary was overwritten"
+    same, magnitudes = compare(results[0], results[0], expected)
     for again in results[1:]:
-        if not all(map(_same_bits, results[0], again)):
+        same, _ = compare(results[0], again, expected)
+        if not all(map(bool, same)):
             return float("nan"), "results differ between runs"
-    shares = [
-        _share(got, want, close)
-        for got, want, close in zip(results[0], expected, case.close, strict=True)
+    bounds = [
+        tolerance(x.dtype, magnitude=float(magnitude), **close)
+        for x, magnitude, close in zip(results[0], magnitudes, case.close, strict=True)
     ]
-    worst = max(shares)
+    absolute = [np.float32(bound.absolute) for bound in bounds]
+    relative = [np.float32(bound.relative) for bound in bounds]
+    worst = max(map(float, shares(results[0], expected, absolute, relative)))
     return worst, "" if worst <= 1 else f"error is {worst:.3g} times the tolerance"
 
 
-def _same_bits(a, b) -> bool:
+def _compare(first, again, expected):
+    """Whether two runs gave the same bits, and the largest absolute value of what is expected."""
     import jax
     import jax.numpy as jnp
 
-    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
-    return bool(
-        jnp.all(jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits))
-    )
+    def bits(x):
+        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        return jax.lax.bitcast_convert_type(x, kind)
+
+    same = [jnp.all(bits(a) == bits(b)) for a, b in zip(first, again, strict=True)]
+    return same, [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in expected]
 
 
-def _share(got, want, close) -> float:
-    """The largest error over its tolerance; infinite where a value is not finite."""
+def _shares(results, expected, absolute, relative):
+    """The largest errors over their tolerances; infinite where a value is not finite."""
     import jax.numpy as jnp
 
-    from pallas_kernels.testing import tolerance
+    def share(got, want, absolute, relative):
+        error = jnp.abs(got.astype(jnp.float32) - want)
+        share = error / (absolute + relative * jnp.abs(want))
+        return jnp.max(jnp.where(jnp.isfinite(share), share, jnp.inf))
 
-    bound = tolerance(got.dtype, magnitude=float(jnp.max(jnp.abs(want))), **close)
-    error = jnp.abs(got.astype(jnp.float32) - want)
-    share = error / (bound.absolute + bound.relative * jnp.abs(want))
-    return float(jnp.max(jnp.where(jnp.isfinite(share), share, jnp.inf)))
+    return [share(*x) for x in zip(results, expected, absolute, relative, strict=True)]
 
 
 if __name__ == "__main__":

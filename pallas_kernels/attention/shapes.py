@@ -7,7 +7,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """One attention: (B, T, N, H) queries over (B, S, K, H) keys, and the terms of its scores."""
+    """One attention: (B, T, N, H) queries over (B, S, K, H) keys, and the terms of its scores.
+
+    With lengths, num_valid_keys is every sequence's; None: all keys where it is timed, else drawn.
+    """
 
     name: str
     batch_size: int
@@ -19,6 +22,7 @@ class AttentionShape:
     causal: bool = False
     window: int | None = None
     lengths: bool = False
+    num_valid_keys: int | None = None
     query_lengths: bool = False
     query_starts: bool = False
     alibi: bool = False
@@ -83,6 +87,7 @@ def _square(name, batch_size, length, heads, head_dim, *, kv_heads=None, **terms
 
 MODELS = [
     _square("vit-base 256x197", 256, 197, 12, 64),
+    _square("vit-base 256x200, 197 valid", 256, 200, 12, 64, lengths=True, num_valid_keys=197),
     _square("bert-base 96x384", 96, 384, 12, 64, lengths=True),
     _square("conformer-l 32x512", 32, 512, 8, 64, lengths=True, bias_batch=32),
     _square("gpt2-xl 16x512", 16, 512, 25, 64, causal=True),
