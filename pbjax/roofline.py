@@ -31,6 +31,7 @@ def roofline_report(
     *inputs: object,
     device: Device | str,
     variables: Mapping[str, object] | None = None,
+    weights: Sequence[int] = (),
     cache: Sequence[int] = (),
     attention: str = "fused",
     name: str | None = None,
@@ -46,6 +47,7 @@ def roofline_report(
       *inputs: Inputs of a call, or their shapes and dtypes.
       device: Whose peaks bound it, or its kind.
       variables: Of an unbound linen module.
+      weights: Which of the inputs hold parameters, where a function takes them as inputs.
       cache: Which of the inputs hold a KV cache. It is taken to be updated in place.
       attention: "fused" if two contractions with a softmax between them run as one kernel, whatever
         the model writes; "unfused" if the scores pass through memory.
@@ -59,14 +61,15 @@ def roofline_report(
 
     Raises:
       DeviceError: Nothing is known about the device.
-      InputError: `cache` names an input that is not there, or `attention` is none of the two.
+      InputError: `weights` or `cache` name an input that is not there or the same one, or
+        `attention` is none of the two.
       ModelError: The model cannot be traced on such inputs.
 
     Source: Williams, Waterman and Patterson 2009, Roofline.
     """
     figures = find_device(device) if isinstance(device, str) else device
     fused = _is_fused(attention)
-    _check_cache(cache, len(inputs))
+    _check_places(weights, cache, len(inputs))
     seam = functional(model, variables)
     try:
         graph = trace(seam.apply, seam.params, *inputs)
@@ -78,9 +81,9 @@ def roofline_report(
             f"roofline_report({seam.name}): cannot be traced: {reason}; a model must be a pure JAX "
             "function of inputs of these shapes; correct the inputs, or what the message names"
         ) from error
-    leaves = _leaves(graph, inputs, cache)
+    leaves = _leaves(graph, inputs, weights, cache)
     counted = _Counter(device=figures, fuse_attention=fused)
-    counted.add(graph, leaves, leaf_names(graph.names), repeats=1)
+    counted.add(graph, leaves, leaf_names(graph.names, leaves), repeats=1)
     return Roofline(
         model=name or seam.name,
         phase=phase,
@@ -104,18 +107,24 @@ def _is_fused(attention: str) -> bool:
     return attention == "fused"
 
 
-def _check_cache(cache: Sequence[int], num_inputs: int) -> None:
-    if bad := [place for place in cache if not 0 <= place < num_inputs]:
+def _check_places(weights: Sequence[int], cache: Sequence[int], num_inputs: int) -> None:
+    places = (*weights, *cache)
+    if len(set(places)) < len(places) or not set(places) <= set(range(num_inputs)):
         raise InputError(
-            f"roofline_report(cache={tuple(cache)}): there is no input {bad[0]}; there are "
-            f"{num_inputs}, counted from 0; name the inputs that hold the cache"
+            f"roofline_report(weights={tuple(weights)}, cache={tuple(cache)}): not different "
+            f"inputs of these; there are {num_inputs}, counted from 0; name each that holds "
+            "parameters or a cache once"
         )
 
 
-def _leaves(graph: Graph, inputs: Sequence[object], cache: Sequence[int]) -> list[Holds]:
+def _leaves(
+    graph: Graph, inputs: Sequence[object], weights: Sequence[int], cache: Sequence[int]
+) -> list[Holds]:
     held: list[Holds] = ["weights"] * graph.num_weights
     for place, value in enumerate(inputs):
-        holds: Holds = "kv_cache" if place in cache else "activations"
+        holds: Holds = "activations"
+        if place in weights or place in cache:
+            holds = "weights" if place in weights else "kv_cache"
         held += [holds] * len(jax.tree.leaves(value))
     return held
 

@@ -279,14 +279,19 @@ def _reason(
     if chosen != best:
         return (
             f"throughput: batch {best.batch_size} is within {PLATEAU:.0%} of it and takes "
-            f"{best.seconds * 1e3:,.3g} ms instead of {chosen.seconds * 1e3:,.3g}"
+            f"{_milliseconds(best)} ms instead of {_milliseconds(chosen)}"
         )
     if len(allowed) < len(room):
         after = room[len(allowed)]
-        return f"latency: batch {after.batch_size} would take {after.seconds * 1e3:,.3g} ms"
+        return f"latency: batch {after.batch_size} would take {_milliseconds(after)} ms"
     if len(room) < len(points):
         return "memory: the next larger batch does not fit"
     return "it is the largest batch that was asked about, or that fits"
+
+
+def _milliseconds(point: SizePoint) -> str:
+    value = 1e3 * point.seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _front(points: Sequence[SizePoint]) -> tuple[SizePoint, ...]:

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.chains import KERNELS
-from pbjax.roofline_traffic import UPDATES, Moved
+from pbjax.roofline_traffic import UPDATES, Holds, Moved
 from pbjax.trace import Operation
 
 # The last parts of a weight's path that say only that it is one.
@@ -28,9 +28,19 @@ _CHAINS: tuple[tuple[str, frozenset[str]], ...] = (
 )
 
 
-def leaf_names(names: Sequence[str]) -> dict[int, str]:
-    """Paths of weights joined by dots, without indices and what all of them end in."""
-    return {i: ".".join(_parts(name)) for i, name in enumerate(names) if name.startswith("params")}
+def leaf_names(names: Sequence[str], leaves: Sequence[Holds]) -> dict[int, str]:
+    """Paths of weights joined by dots, without indices and what all of them end in.
+
+    Args:
+      names: Of weights and inputs, as the graph has them.
+      leaves: What these hold.
+    """
+    pairs = enumerate(zip(names, leaves, strict=False))
+    return {
+        i: ".".join(_parts(name))
+        for i, (name, holds) in pairs
+        if holds == "weights" and not name.startswith("captured")
+    }
 
 
 class Namer:
@@ -165,4 +175,4 @@ def _parts(name: str) -> list[str]:
     parts = [word for word in words if not word.isdigit()]
     while len(parts) > 1 and parts[-1] in _PLAIN_PARTS:
         parts.pop()
-    return parts[1:] if len(parts) > 1 and parts[0] == "params" else parts
+    return parts[1:] if len(parts) > 1 and parts[0] in ("params", "inputs") else parts

@@ -208,6 +208,22 @@ def test_stages_of_a_model_without_scopes_are_named_by_its_modules():
     assert [p.name for p in found.stages[1].points] == ["head", "elementwise"]
 
 
+def test_a_function_of_its_weights_says_which_they_are():
+    def model(weights, x):
+        for layer in weights["layers"]:
+            x = x + jnp.tanh(x @ layer["mlp"]["up"]) @ layer["mlp"]["down"]
+        return x @ weights["head"]
+
+    layer = {"mlp": {"up": spec(D, 2 * D), "down": spec(2 * D, D)}}
+    tree = {"layers": [layer] * 3, "head": spec(D, 7)}
+    found = report(model, tree, spec(B * T, D), weights=(0,))
+    assert found.memory.weight_bytes == 2 * (3 * 4 * D * D + 7 * D)
+    assert found.total.traffic.weights == found.memory.weight_bytes
+    assert [p.name for p in found.points if p.kind == "dense"] == ["up", "down", "head"]
+    assert [s.name for s in found.stages if s.repeats == 3] == ["mlp"]
+    assert not [p for p in found.points if p.kind == "attention"]
+
+
 def test_stages_of_linen_are_its_modules():
     found, _ = of_network("linen_loop")
     assert {"Dense_0", "Dense_1"} <= {stage.name for stage in found.stages}
@@ -263,7 +279,8 @@ def test_report_is_json_compatible():
     ("error", "call", "words"),
     [
         (DeviceError, lambda: roofline_report(jnp.tanh, spec(2), device="abacus"), "'abacus'"),
-        (InputError, lambda: report(jnp.tanh, spec(2), cache=(1,)), "no input 1"),
+        (InputError, lambda: report(jnp.tanh, spec(2), cache=(1,)), "there are 1"),
+        (InputError, lambda: report(jnp.add, *[spec(2)] * 2, weights=(1,), cache=(1,)), "once"),
         (InputError, lambda: report(jnp.tanh, spec(2), attention="some"), "'some'"),
         (ModelError, lambda: report(lambda x: x if x.sum() > 0 else -x, spec(2)), "traced"),
         (ModelError, lambda: report(lambda x, y: x @ y, spec(2, 3), spec(4, 5)), "traced"),
