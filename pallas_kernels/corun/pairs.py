@@ -58,12 +58,9 @@ def _part(guest: Call, first: int, count: int) -> dict[str, Any]:
     batch_size = given["q"].shape[0]
     start, stop = first * unit, min((first + count) * unit, batch_size)
     rows = slice(start, stop)
-    given["q"] = given["q"][rows]
-    # A launch wants operands at multiples of 256 bytes, and XLA hands a slice on where it lies: an
-    # operation makes it a new array. Slices of q, whole kilobytes a sequence, do.
-    given["lengths"] = jnp.maximum(given["lengths"][rows], 0)
+    given |= {name: given[name][rows] for name in ("q", "lengths")}
     if given["page_table"] is not None:
-        return given | {"page_table": jnp.maximum(given["page_table"][rows], 0)}
+        return given | {"page_table": given["page_table"][rows]}
     return given | {"first_sequence": given["first_sequence"] + start}
 
 

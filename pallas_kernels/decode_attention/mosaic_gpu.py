@@ -488,9 +488,10 @@ def decode_attention(
         k,
         v,
     ]
-    # A new array: XLA hands a slice on where it lies, and a launch wants multiples of 256 bytes.
+    # New arrays: XLA hands a slice on where it lies, and a launch wants multiples of 256 bytes.
     operands.append(jnp.clip(lengths.astype(jnp.int32), 0, problem.num_keys))
-    operands += [] if page_table is None else [page_table.astype(jnp.int32)]
+    if page_table is not None:
+        operands.append(jnp.clip(page_table.astype(jnp.int32), 0, k.shape[0] - 1))
     if alibi_slopes is not None:
         slopes = jnp.tile(alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group), (1, t))
         operands.append(jnp.pad(slopes, ((0, 0), (0, problem.columns - rows))))
