@@ -2,11 +2,13 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import Literal
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -14,10 +16,10 @@ from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
 from pbjax.errors import InputError
 from pbjax.functional import functional
-from pbjax.fusion import PATTERNS, fuse, verify
+from pbjax.fusion import PATTERNS, fuse, hoist, verify
 from pbjax.trace import difference, evaluate, trace
-from tests import user_models
-from tests.user_models import B, D, H, N, S, normal
+from tests import networks, user_models
+from tests.user_models import LENGTHS, PADDING, B, D, H, N, S, normal, tokens
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 
@@ -159,3 +161,106 @@ def test_attention_that_the_kernel_cannot_do_is_left_alone_with_the_reason(model
     (miss,) = fusion.misses
     assert miss.pattern == "attention"
     assert re.search(reason, miss.reason)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Lets code that asks for cuDNN be traced where there is none."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, "attention"),
+        ({"is_causal": True}, "attention(causal)"),
+        ({"key_value_seq_lengths": LENGTHS}, "attention(lengths)"),
+        ({"is_causal": True, "local_window_size": 2}, "attention(causal, window)"),
+        ({"mask": PADDING[:, None, None] & jnp.ones((B, N, S, S), bool)}, "attention(bias)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_asks_for_cudnn_is_one_match(options, kernel):
+    def model(q, k, v, implementation="cudnn"):
+        return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
+
+    given = [x.astype(jnp.bfloat16) for x in QKV]
+    fusion = fused(model, *given)
+    assert kernels(fusion) == {kernel: 1}
+    (got,) = run(fusion.graph, (), given)
+    want = model(*(x.astype(jnp.float32) for x in given), implementation="xla")
+    assert_close(got, want, reduction=S * H, roundings=4)
+
+
+@pytest.mark.parametrize("make", [networks.nnx_scan, networks.linen_scan])
+def test_the_body_of_a_loop_over_layers_is_fused_too(make):
+    network = make(3)
+    inputs = network.inputs(2)
+    graph, weights = traced(network.model, *inputs, variables=network.variables)
+    with use_abstract_mesh(H200):
+        fusion = fuse(graph)
+    (loop,) = fusion.loops
+    norm = "layer_norm" if make is networks.nnx_scan else "rms_norm"
+    assert {norm, "gemm(bias, residual)"} < set(kernels(loop))
+    for got, want in zip(*(run(g, weights, inputs) for g in (fusion.graph, graph)), strict=True):
+        assert_close(got, want, reduction=4 * D, roundings=20)
+
+
+def test_joined_weights_are_made_once():
+    case, graph, weights, fusion = case_of(user_models.nnx_encoder)
+    hoisted = hoist(fusion.graph)
+    joined = [o for o in hoisted.graph.operations if o.primitive == "concatenate"]
+    assert any(o.primitive == "concatenate" for o in fusion.graph.operations)
+    assert not joined
+    prepared = hoisted.prepare([*weights, *map(jnp.asarray, graph.constants)])
+    model = replace(hoisted.graph, constants=())
+    for got, want in zip(
+        run(model, prepared, case.inputs), run(fusion.graph, weights, case.inputs), strict=True
+    ):
+        assert_close(got, want, reduction=D)
+
+
+def with_a_mean(x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-6), mean
+
+
+def returned_before_the_activation(x):
+    y = x @ jnp.ones((D, D))
+    return jax.nn.silu(y), y
+
+
+def quick_gelu(x):
+    y = x @ jnp.ones((D, D))
+    return y * jax.nn.sigmoid(1.702 * y)
+
+
+def exact_product(x):
+    return x + jnp.matmul(x, jnp.ones((D, D)), precision="highest")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "model", [with_a_mean, returned_before_the_activation, quick_gelu, exact_product]
+)
+def test_what_only_looks_like_a_pattern_is_left_alone(model, dtype):
+    assert fused(model, tokens(dtype)).matches == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("gelu", lambda x: 0.5 * x * (1 + jax.lax.erf(x / 2**0.5))),
+        ("gelu_tanh", lambda x: 0.5 * x * (1 + jnp.tanh(0.7978846 * (x + 0.044715 * x**3)))),
+        ("silu", lambda x: x / (1 + jnp.exp(-x))),
+        ("relu", lambda x: jnp.where(x > 0, x, 0)),
+        ("sigmoid", lambda x: 0.5 * (jnp.tanh(x / 2) + 1)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_activations_are_known_by_their_values(name, activation, dtype):
+    weights = normal(3, D, D, dtype=dtype)
+    fusion = fused(lambda x: activation(x @ weights).astype(dtype), tokens(dtype))
+    assert kernels(fusion) == {f"gemm({name})": 1}

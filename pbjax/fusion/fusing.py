@@ -7,6 +7,7 @@ from typing import Literal
 
 from pbjax.errors import InputError
 from pbjax.fusion.attention import find_attention
+from pbjax.fusion.cudnn import find_cudnn_attention
 from pbjax.fusion.gemms import find_gated, find_gemm
 from pbjax.fusion.joining import find_joint
 from pbjax.fusion.loops import body_of, with_body
@@ -67,6 +68,7 @@ def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
 def _fused(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> Fusion:
     reading = Reading(graph, held)
     search = _Search(reading)
+    search.run("attention", find_cudnn_attention, enabled)
     search.run("attention", find_attention, enabled, views=True)
     search.run("gated_gemm", find_gated, enabled)
     search.run("gemm", partial(find_gemm, with_epilogue=True), enabled)

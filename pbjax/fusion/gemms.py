@@ -4,6 +4,7 @@ Read backwards from the result, each step may be absent:
 residual + scale * activation(x @ w + bias).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,7 @@ from pallas_kernels.gemm import gated_gemm, gemm
 from pbjax.fusion.activations import cones, recognised
 from pbjax.fusion.axes import Axes, Axis, Layout, contract, labels_of
 from pbjax.fusion.reading import Reading
-from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, operand
+from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
 from pbjax.trace import Atom
 
 
@@ -55,21 +56,22 @@ def find_gemm(reading: Reading, value: int, *, with_epilogue: bool) -> Match | N
     axes = Axes(reading)
     layout = axes.label(reading.shape(value))
     for rest, at, residual in _residuals(reading, axes, value, layout):
-        rest, at, scale = _scaled(reading, axes, rest, at)
-        for inner, steps in cones(reading, rest):
-            linear = find_linear(axes, inner, at)
-            if linear is None:
-                continue
-            activation = recognised(reading, steps) if steps else None
-            if steps and activation is None:
-                continue
-            if residual is not None and reading.dtype(residual[0]) != reading.dtype(linear.x[0]):
-                continue
-            plain = residual is None and activation is None and scale == 1.0
-            if plain == with_epilogue or (plain and linear.bias is None):
-                continue
-            return _match(axes, value, layout, linear, residual, activation, scale)
+        for scaled, scaled_at, scale in _scales(reading, axes, rest, at):
+            for inner, steps in cones(reading, scaled):
+                linear = find_linear(axes, inner, scaled_at)
+                if linear is None or not _is_like(reading, residual, linear):
+                    continue
+                activation = recognised(reading, steps) if steps else None
+                epilogue = activation is not None or residual is not None or scale != 1.0
+                wanted = epilogue if with_epilogue else not epilogue and linear.bias is not None
+                if wanted and (activation is not None) == bool(steps):
+                    return _match(axes, value, layout, linear, residual, activation, scale)
     return None
+
+
+def _is_like(reading: Reading, residual: tuple[Atom, Layout] | None, linear: Linear) -> bool:
+    """Whether the residual is of the dtype in which the kernel takes it."""
+    return residual is None or reading.dtype(residual[0]) == reading.dtype(linear.x[0])
 
 
 def _residuals(reading, axes, value, layout):
@@ -84,18 +86,18 @@ def _residuals(reading, axes, value, layout):
     yield core, at, None
 
 
-def _scaled(reading, axes, atom: Atom, at: Layout) -> tuple[Atom, Layout, float]:
+def _scales(reading, axes, atom: Atom, at: Layout) -> Iterator[tuple[Atom, Layout, float]]:
+    """The value by itself, and what it is a multiple of, with the factor."""
+    yield atom, at, 1.0
     atom, at = axes.pull(atom, at, narrowing=True)
-    operation = reading.maker(atom)
-    if operation is not None and operation.primitive in ("mul", "div"):
-        a, b = operation.inputs
-        for x, number in ((a, reading.scalar(b)), (b, reading.scalar(a))):
-            if number and reading.shape(x) == reading.shape(atom):
-                if operation.primitive == "mul":
-                    return x, at, number
-                if x is a:
-                    return x, at, 1 / number
-    return atom, at, 1.0
+    name = reading.primitive(atom)
+    if name in ("mul", "div"):
+        a, b = reading.operation(atom).inputs
+        by_a, by_b = reading.scalar(a), reading.scalar(b)
+        if by_b and reading.shape(a) == reading.shape(atom):
+            yield a, at, by_b if name == "mul" else 1 / by_b
+        elif by_a and name == "mul" and reading.shape(b) == reading.shape(atom):
+            yield b, at, by_a
 
 
 def find_linear(axes: Axes, value: Atom, layout: Layout) -> Linear | None:
@@ -189,13 +191,11 @@ def _match(axes: Axes, value, layout, linear, residual, activation, scale) -> Ma
         y = gemm(x, w, activation=activation, scale=scale, **options)
         return (axes.arrange(y, out, layout).astype(dtype),)
 
-    steps = {"bias": linear.bias, activation: activation, "residual": residual}
-    names = [str(name) for name, step in steps.items() if step is not None]
-    names += ["scale"] if scale != 1.0 else []
+    parts = {"bias": linear.bias, activation: activation, "residual": residual}
     return match(
         reading,
         "gemm",
-        f"gemm({', '.join(names)})",
+        named("gemm", parts | {"scale": None if scale == 1.0 else scale}),
         anchors=[linear.dot],
         operands=[*product_operands(axes, linear), *(operand(a) for a, _ in extra)],
         outputs=(value,),

@@ -18,7 +18,7 @@ from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
 from pbjax.fusion.masks import Keys, Part, Term, read_keys, read_slopes, whole_bias
-from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, operand
+from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
 from pbjax.trace import Atom
 
 
@@ -69,17 +69,15 @@ class _Call:
     def name(self) -> str:
         """The kernel with what it takes over."""
         keys, heads = self.keys, self.heads
-        parts = {
+        parts: dict[str | None, object] = {
             "causal": keys.causal,
             "window": keys.window,
             "lengths": keys.lengths,
-            "grouped": heads.group and heads.kv_heads,
-            "alibi": self.slopes is not None,
-            "bias": keys.terms or keys.parts,
+            "grouped": bool(heads.group and heads.kv_heads),
+            "alibi": self.slopes,
+            "bias": bool(keys.terms or keys.parts),
         }
-        names = ", ".join(name for name, present in parts.items() if present)
-        kernel = "decode_attention" if self.decodes else "attention"
-        return f"{kernel}({names})" if names else kernel
+        return named("decode_attention" if self.decodes else "attention", parts)
 
     @property
     def operands(self) -> list[Operand]:

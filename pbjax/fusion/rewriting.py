@@ -1,7 +1,7 @@
 """A match, what it replaces, and the graph with it in its place."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -140,6 +140,12 @@ def match(
         operations=operations,
         replaced=replaced,
     )
+
+
+def named(kernel: str, parts: Mapping[str | None, object]) -> str:
+    """A kernel's name with what it takes over in brackets: the parts that are something."""
+    present = [str(name) for name, part in parts.items() if part is not None and part is not False]
+    return f"{kernel}({', '.join(present)})" if present else kernel
 
 
 def _between(reading: Reading, operands: set[int], outputs: Sequence[int]) -> tuple[int, ...]:
