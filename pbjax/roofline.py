@@ -122,10 +122,13 @@ def _leaves(
 ) -> list[Holds]:
     held: list[Holds] = ["weights"] * graph.num_weights
     for place, value in enumerate(inputs):
-        holds: Holds = "activations"
-        if place in weights or place in cache:
-            holds = "weights" if place in weights else "kv_cache"
-        held += [holds] * len(jax.tree.leaves(value))
+        leaves = len(jax.tree.leaves(value))
+        if place in weights:
+            held += ["weights"] * leaves
+        elif place in cache:
+            held += ["kv_cache"] * leaves
+        else:
+            held += ["activations"] * leaves
     return held
 
 

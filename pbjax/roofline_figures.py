@@ -15,6 +15,7 @@ from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
 from pbjax.roofline_points import Roofline, Total
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE = (
@@ -49,6 +50,28 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
     shown = [(r, s) for r in reports for s in _shown(r)]
     low = min(0.5, *(s.intensity for _, s in shown)) / 1.5
     high = max(4 * peak / bandwidth, *(s.intensity for _, s in shown)) * 1.5
+    _draw_roofs(axes, reports[0], (low, high))
+    for report in reports:
+        _draw_groups(axes, report, (low, high))
+    _draw_stages(axes, shown)
+    floor = low * bandwidth / 1e12
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(floor, 2 * peak / 1e12))
+    _plain(axes.xaxis, high / low)
+    _plain(axes.yaxis, peak / 1e12 / floor)
+    axes.set_xlabel("arithmetic intensity (FLOP/byte)")
+    axes.set_ylabel("attainable rate (TFLOP/s)")
+    axes.set_title(f"{reports[0].model} on {device.kind}, predicted", loc="left", fontsize=11)
+    axes.grid(which="major", color="#dddddd", linewidth=0.6)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8, frameon=False, labelspacing=0.8
+    )
+    return figure
+
+
+def _draw_roofs(axes: "Axes", report: Roofline, span: tuple[float, float]) -> None:
+    """The two peaks over the bandwidth, and the ridge point, from one intensity to another."""
+    (low, high), device, dtype = span, report.device, report.dtype
+    peak, bandwidth = device.contraction_flops_per_s(dtype), device.memory_bytes_per_s
     for rate, dash, name in (
         (peak, "-", f"{dtype}, tensor cores: {peak / 1e12:,.4g} TFLOP/s"),
         (device.cuda_flops_per_s, ":", f"other: {device.cuda_flops_per_s / 1e12:,.4g} TFLOP/s"),
@@ -56,18 +79,37 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
         ridge = rate / bandwidth
         line = [low, ridge, high], [low * bandwidth / 1e12, rate / 1e12, rate / 1e12]
         axes.plot(*line, color="black", linestyle=dash, linewidth=1.3, label=name)
-    for report in reports:
-        groups = [Total(name=p.name, points=(p,)) for p in report.points]
-        groups = [g for g in groups if low <= g.intensity <= high]
-        axes.plot(
-            [group.intensity for group in groups],
-            [group.attainable_flops_per_s / 1e12 for group in groups],
-            marker="x" if report.phase == "decode" else "+",
-            markersize=5,
-            color="#777777",
-            linestyle="",
-            label=f"{report.phase}: groups of operations",
-        )
+    axes.axvline(peak / bandwidth, color="grey", linewidth=0.8, linestyle="-.")
+    axes.annotate(
+        f"ridge {peak / bandwidth:.0f} FLOP/byte",
+        (peak / bandwidth, 0.02),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        rotation=90,
+        ha="right",
+        va="bottom",
+        color="grey",
+        fontsize=8,
+    )
+
+
+def _draw_groups(axes: "Axes", report: Roofline, span: tuple[float, float]) -> None:
+    low, high = span
+    groups = [Total(name=p.name, points=(p,)) for p in report.points]
+    groups = [g for g in groups if low <= g.intensity <= high]
+    axes.plot(
+        [group.intensity for group in groups],
+        [group.attainable_flops_per_s / 1e12 for group in groups],
+        marker="x" if report.phase == "decode" else "+",
+        markersize=5,
+        color="#777777",
+        linestyle="",
+        label=f"{report.phase}: groups of operations",
+    )
+
+
+def _draw_stages(axes: "Axes", shown: Sequence[tuple[Roofline, Total]]) -> None:
     names = list(dict.fromkeys(stage.name for _, stage in shown))
     for report, stage in shown:
         place = names.index(stage.name)
@@ -85,31 +127,6 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
             label=f"{report.phase}: {stage.name}, {stage.seconds * 1e3:,.3g} ms "
             f"({stage.seconds / report.total.seconds:.0%})",
         )
-    axes.axvline(peak / bandwidth, color="grey", linewidth=0.8, linestyle="-.")
-    axes.annotate(
-        f"ridge {peak / bandwidth:.0f} FLOP/byte",
-        (peak / bandwidth, 0.02),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, 0),
-        textcoords="offset points",
-        rotation=90,
-        ha="right",
-        va="bottom",
-        color="grey",
-        fontsize=8,
-    )
-    floor = low * bandwidth / 1e12
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(floor, 2 * peak / 1e12))
-    _plain(axes.xaxis, high / low)
-    _plain(axes.yaxis, peak / 1e12 / floor)
-    axes.set_xlabel("arithmetic intensity (FLOP/byte)")
-    axes.set_ylabel("attainable rate (TFLOP/s)")
-    axes.set_title(f"{reports[0].model} on {device.kind}, predicted", loc="left", fontsize=11)
-    axes.grid(which="major", color="#dddddd", linewidth=0.6)
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8, frameon=False, labelspacing=0.8
-    )
-    return figure
 
 
 def shares_figure(reports: Sequence[Roofline]) -> "Figure":
@@ -161,45 +178,16 @@ def study_figure(studies: Sequence[PhaseStudy], report: Roofline) -> "Figure":
     figure.subplots_adjust(left=0.11, right=0.97, top=0.93, bottom=0.12, hspace=0.2, wspace=0.3)
     for column, (over, sizes) in enumerate((("batch_size", "by_batch"), ("seq_len", "by_seq"))):
         for study in studies:
-            points: tuple[SizePoint, ...] = getattr(study, sizes)
-            colour, marker, dash = _PHASES[study.phase]
-            style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash}
-            style |= {"markersize": 5}
-            x = [getattr(point, over) for point in points]
-            throughput = [point.tokens_per_s for point in points]
-            panels[0, column].plot(x, throughput, label=study.phase, **style)
-            panels[1, column].plot(
-                x, [1e3 * point.seconds for point in points], label=study.phase, **style
-            )
-            dense = [point.dense_flops_per_s / 1e12 for point in points]
-            panels[2, column].plot(x, dense, label=f"dense, {study.phase}", **style)
-            attention = [point.attention_flops_per_s / 1e12 for point in points]
-            hollow = style | {"markerfacecolor": "white", "alpha": 0.9, "linewidth": 1}
-            panels[2, column].plot(x, attention, label=f"attention, {study.phase}", **hollow)
-            if over == "batch_size" and 1 <= study.critical_batch <= max(x):
-                for row in range(3):
-                    panels[row, 0].axvline(
-                        study.critical_batch, color="grey", linestyle="-.", linewidth=0.9
-                    )
+            _draw_curves(panels[:, column], study, over, getattr(study, sizes))
     first = studies[0]
     heads = (
         f"over the batch, {first.by_batch[0].seq_len:,} tokens a row",
         f"over the length, batch {first.by_seq[0].batch_size:,}",
     )
-    labels = ("throughput (tokens/s)", "a call takes (ms)", "attainable rate (TFLOP/s)")
     for column, head in enumerate(heads):
         panels[0, column].set_title(head, fontsize=10, loc="left")
         panels[2, column].set_xlabel(("rows of the batch", "tokens of a row")[column])
-        for row, label in enumerate(labels):
-            axes = panels[row, column]
-            axes.set(yscale="log", ylabel=label)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-            low, high = axes.get_ylim()
-            _plain(axes.yaxis, high / low)
-            axes.grid(which="major", color="#dddddd", linewidth=0.6)
-            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
-            axes.legend(fontsize=8, **(below if row == 2 else {"loc": "best"}))
+        _dress_curves(panels[:, column])
     figure.suptitle(
         f"{report.model} on {report.device.kind}, predicted; dash-dotted: critical batch",
         x=0.11,
@@ -207,6 +195,41 @@ def study_figure(studies: Sequence[PhaseStudy], report: Roofline) -> "Figure":
         fontsize=11,
     )
     return figure
+
+
+def _draw_curves(
+    panels: "Sequence[Axes]", study: PhaseStudy, over: str, points: Sequence[SizePoint]
+) -> None:
+    """Throughput, seconds and rates of one phase, one below the other."""
+    colour, marker, dash = _PHASES[study.phase]
+    style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
+    hollow = style | {"markerfacecolor": "white", "alpha": 0.9, "linewidth": 1}
+    x = [getattr(point, over) for point in points]
+    seconds = [1e3 * point.seconds for point in points]
+    dense = [point.dense_flops_per_s / 1e12 for point in points]
+    attention = [point.attention_flops_per_s / 1e12 for point in points]
+    panels[0].plot(x, [point.tokens_per_s for point in points], label=study.phase, **style)
+    panels[1].plot(x, seconds, label=study.phase, **style)
+    panels[2].plot(x, dense, label=f"dense, {study.phase}", **style)
+    panels[2].plot(x, attention, label=f"attention, {study.phase}", **hollow)
+    if over == "batch_size" and 1 <= study.critical_batch <= max(x):
+        for axes in panels:
+            axes.axvline(study.critical_batch, color="grey", linestyle="-.", linewidth=0.9)
+
+
+def _dress_curves(panels: "Sequence[Axes]") -> None:
+    """Scales, units and legends of what `_draw_curves` drew."""
+    labels = ("throughput (tokens/s)", "a call takes (ms)", "attainable rate (TFLOP/s)")
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set(yscale="log", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        low, high = axes.get_ylim()
+        _plain(axes.yaxis, high / low)
+        axes.grid(which="major", color="#dddddd", linewidth=0.6)
+        axes.legend(fontsize=8, loc="best")
+    # Of four curves some would be under it.
+    panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
