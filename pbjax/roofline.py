@@ -122,13 +122,10 @@ def _leaves(
 ) -> list[Holds]:
     held: list[Holds] = ["weights"] * graph.num_weights
     for place, value in enumerate(inputs):
-        leaves = len(jax.tree.leaves(value))
-        if place in weights:
-            held += ["weights"] * leaves
-        elif place in cache:
-            held += ["kv_cache"] * leaves
-        else:
-            held += ["activations"] * leaves
+        holds: Holds = "activations"
+        if place in weights or place in cache:
+            holds = "weights" if place in weights else "kv_cache"
+        held.extend(holds for _ in jax.tree.leaves(value))
     return held
 
 
