@@ -22,6 +22,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -550,7 +551,9 @@ def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
     return scratch
 
 
-def launch(problem: Problem, tile: Tile, given: Given[Array], sms: int, interpret: bool) -> Array:
+def launch(
+    problem: Problem, tile: Tile, given: Given[Array | np.ndarray], sms: int, interpret: bool
+) -> Array:
     """Starts the kernel on what `given` holds, arrays here; the output is as its queries are."""
     if (needed := problem.smem_bytes(tile)) > SMEM_BYTES - BARRIER_BYTES:
         raise NotImplementedError(
