@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--truth", action="store_true", help="write the first output in f32 too")
     parser.add_argument("--wait", action="store_true", help="say READY, measure after a line")
     args = parser.parse_args()
+    if args.truth and args.outputs is None:
+        parser.error("--truth writes an output: give its folder by --outputs")
     torch.backends.cuda.matmul.allow_tf32 = True
     for name in args.rows:
         row = get_row(name, tiny=args.tiny)
