@@ -106,14 +106,14 @@ def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray)
 
 
-def _named(arguments: Mapping[str, object], operands: Sequence[Array]) -> tuple:
+def _named(arguments: Mapping[str, object], operands: Sequence[Any]) -> tuple:
     places = {id(x): i for i, x in enumerate(operands)}
     return tuple(
         (name, Operand(places[id(x)]) if _is_array(x) else x) for name, x in arguments.items()
     )
 
 
-def _over(closed: ClosedJaxpr, operands: Sequence[Array]) -> ClosedJaxpr:
+def _over(closed: ClosedJaxpr, operands: Sequence[Any]) -> ClosedJaxpr:
     """The jaxpr with those of the operands as arguments that it closed over, in their order."""
     places = {id(x): i for i, x in enumerate(operands)}
 

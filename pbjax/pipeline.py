@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import SupportsIndex
+from typing import SupportsIndex, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,40 @@ from pbjax.schedule import timetable
 from pbjax.step import OptimizedStep
 from pbjax.step_pipeline import optimize_step
 from pbjax.tables import measured_table
+
+
+@overload
+def optimize(
+    model: Model,
+    *inputs: object,
+    variables: Mapping[str, object] | None = None,
+    batch_axes: object = 0,
+    split: Sequence[SupportsIndex] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+    buckets: Sequence[SupportsIndex] | None = None,
+    unroll: int = 1,
+    state: None = None,
+    progress: Progress | None = None,
+) -> Optimized: ...
+
+
+@overload
+def optimize(
+    model: Model,
+    *inputs: object,
+    variables: Mapping[str, object] | None = None,
+    batch_axes: object = 0,
+    split: Sequence[SupportsIndex] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+    buckets: Sequence[SupportsIndex] | None = None,
+    unroll: int = 1,
+    state: int,
+    progress: Progress | None = None,
+) -> OptimizedStep: ...
 
 
 def optimize(

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
 from pbjax.plan import Plan
+from pbjax.step_reports import StepReport
 
 type Pieces = tuple[tuple[Array, ...], ...]
 
@@ -102,7 +103,7 @@ class OptimizedStep:
         layout: StateLayout,
         out_tree: jax.tree_util.PyTreeDef,
         plan: Plan,
-        report: object,
+        report: StepReport,
     ):
         """Wraps a compiled program.
 
@@ -127,7 +128,7 @@ class OptimizedStep:
         """How the batch is run."""
         return self._plan
 
-    def report(self) -> object:
+    def report(self) -> StepReport:
         """What was measured, and why the plan was chosen; print it."""
         return self._report
 
