@@ -111,6 +111,7 @@ def optimize(
         say = (lambda text: None) if as_json else print
         models = import_module("models")
         from pbjax import texts as text
+        from pbjax.optimized import Optimized
         from pbjax.pipeline import optimize as run
         from pbjax.search import search
 
@@ -125,6 +126,8 @@ def optimize(
         encoded = text.encode(models.load_tokenizer(model), sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)
         fast = run(encoder, *inputs, split=sizes, profile=profile, plan=plan, progress=progress)
+        if not isinstance(fast, Optimized):
+            raise AssertionError("only a call with state= gives a step")
         report = fast.report()
         say(f"\n{report}")
         if exhaustive and report.profile is not None:
