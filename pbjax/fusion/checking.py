@@ -9,10 +9,9 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from pallas_kernels.testing import assert_close
-from pbjax.dataflow import signature
 from pbjax.errors import VerificationError
 from pbjax.fusion.fusing import Fusion
-from pbjax.fusion.rewriting import Match, Operand
+from pbjax.fusion.rewriting import Match, Operand, structure
 from pbjax.trace import Aval, Graph, Operation, evaluate
 
 
@@ -33,7 +32,7 @@ def verify(fusion: Fusion, *, seed: int = 0) -> None:
         verify(loop, seed=seed)
     graph, seen = fusion.source, set()
     for number, found in enumerate(fusion.matches):
-        key = _key(graph, found)
+        key = structure(graph, found)
         if key in seen:
             continue
         seen.add(key)
@@ -81,18 +80,6 @@ def _plain(graph: Graph, found: Match, operations: Sequence[Operation], given) -
 def _written(operations: Sequence[Operation]) -> list[int]:
     """The values that operations write."""
     return [value for operation in operations for value in operation.outputs]
-
-
-def _key(graph: Graph, found: Match) -> tuple[object, ...]:
-    """What equal matches have in common: operations, shapes, and which reads which."""
-    numbers: dict[int, int] = {}
-    steps = []
-    for index in found.operations:
-        operation = graph.operations[index]
-        values = [a for a in (*operation.inputs, *operation.outputs) if isinstance(a, int)]
-        places = tuple(numbers.setdefault(value, len(numbers)) for value in values)
-        steps.append((signature(operation, graph.avals), places))
-    return found.kernel, tuple(steps), tuple(numbers.get(v) for v in found.outputs)
 
 
 def _drawn(rng: np.random.Generator, aval: Aval, operand: Operand) -> Array:

@@ -8,8 +8,9 @@ import jax
 from jax.extend.core import Literal
 from jaxtyping import Array
 
+from pbjax.dataflow import signature
 from pbjax.fusion.reading import Reading, Source
-from pbjax.trace import Atom, Graph, Operation, describe, trace, without_dead_code
+from pbjax.trace import Atom, Aval, Graph, Operation, describe, trace, without_dead_code
 
 
 class Mismatch(Exception):
@@ -189,14 +190,33 @@ def _read_elsewhere(reading: Reading, value: int, operations: set[int]) -> str |
     others = [i for i in reading.readers.get(value, ()) if i not in operations]
     if not others:
         return None
-    return (
-        f"the result of its {name} is also read by {describe(reading.graph.operations[others[0]])}"
-    )
+    reader = describe(reading.graph.operations[others[0]])
+    return f"the result of its {name} is also read by {reader}"
+
+
+def structure(graph: Graph, m: Match) -> tuple[object, ...]:
+    """What equal matches have in common, such as those of equal layers.
+
+    That is the kernel, operations, shapes, which operation reads which value, and the very
+    constants that they read.
+    """
+    first = graph.num_weights - len(graph.constants)
+    constants = {first + i: id(value) for i, value in enumerate(graph.constants)}
+    numbers: dict[int, str] = {}
+    for i, read in enumerate(m.operands):
+        numbers.setdefault(read.value, f"operand {i}")
+    steps = []
+    for index in m.operations:
+        operation = graph.operations[index]
+        values = [a for a in (*operation.inputs, *operation.outputs) if isinstance(a, int)]
+        places = [(numbers.setdefault(v, str(len(numbers))), constants.get(v)) for v in values]
+        steps.append((signature(operation, graph.avals), tuple(places)))
+    return m.kernel, tuple(steps), tuple(numbers[value] for value in m.outputs)
 
 
 def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
     """The graph with each match replaced by the operations its function traces to."""
-    avals, placed = list(graph.avals), []
+    avals, placed, traced = list(graph.avals), [], {}
     makers = Reading(graph).makers
     replaced = {value for m in matches for value in m.outputs}
     for index, operation in enumerate(graph.operations):
@@ -204,15 +224,22 @@ def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
             placed.append((index, operation))
     for m in matches:
         place = min(makers[value] for value in m.outputs)
-        placed += [(place, operation) for operation in _fragment(avals, m)]
+        key = structure(graph, m)
+        if key not in traced:
+            traced[key] = _traced(graph, m)
+        placed += [(place, operation) for operation in _fragment(avals, m, traced[key])]
     operations = _ordered(placed)
     return without_dead_code(replace(graph, avals=tuple(avals), operations=tuple(operations)))
 
 
-def _fragment(avals: list, m: Match) -> list[Operation]:
+def _traced(graph: Graph, m: Match) -> Graph:
+    given = [graph.avals[o.value] for o in m.operands]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in given]
+    return trace(lambda _, *operands: tuple(m.function(*operands)), (), *shapes)
+
+
+def _fragment(avals: list[Aval], m: Match, fragment: Graph) -> list[Operation]:
     """The operations of a match's function, their values numbered after those that there are."""
-    given = [jax.ShapeDtypeStruct(avals[o.value].shape, avals[o.value].dtype) for o in m.operands]
-    fragment = trace(lambda _, *operands: tuple(m.function(*operands)), (), *given)
     numbers: dict[int, Atom] = {}
     for i, value in enumerate(fragment.constants):
         numbers[i] = Literal(value, fragment.avals[i])
