@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
-from pbjax.chains import KERNELS
 from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
 from pbjax.dataflow import nbytes
@@ -22,7 +21,13 @@ from pbjax.functional import Model, functional
 from pbjax.repetition import Repetition, find_repetition
 from pbjax.roofline_names import Namer, leaf_names
 from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
-from pbjax.roofline_traffic import Holds, Moved, is_between_activations, measure_traffic
+from pbjax.roofline_traffic import (
+    CONTRACTIONS,
+    Holds,
+    Moved,
+    is_between_activations,
+    measure_traffic,
+)
 from pbjax.trace import Graph, Operation, loop_body, scan_parts, trace
 
 
@@ -73,9 +78,9 @@ def roofline_report(
     seam = functional(model, variables)
     try:
         graph = trace(seam.apply, seam.params, *inputs)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PbjaxError):
-            raise
+    except PbjaxError:
+        raise
+    except Exception as error:  # a user's model may raise anything
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(
             f"roofline_report({seam.name}): cannot be traced: {reason}; a model must be a pure JAX "
@@ -232,7 +237,7 @@ class _Counter:
             compute_s = repeats * sum((labels[place].compute_s for place in places), 0.0)
             traffic = sum((moved.traffic[place] for place in places), Traffic())
             traffic = traffic.times(repeats)
-            contracts = tensor or operation.primitive in _CONTRACTIONS
+            contracts = tensor or operation.primitive in CONTRACTIONS
             point = Point(
                 stage=namer.stages[i],
                 name=namer.groups[i],
@@ -262,16 +267,16 @@ class _Counter:
         self.add(body, leaves, inner, repeats=repeats, section="loop")
 
 
-_CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
-
-
 def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) -> Kind:
     if moved.regions[position] is not None:
         return "attention"
     if not contracts:
         return "other"
-    whole = operation.primitive in (KERNEL, *(KERNELS - _CONTRACTIONS))
-    if whole:
+    if operation.primitive not in CONTRACTIONS:
+        # A kernel as a whole: attention may read weights too, a table of positions or slopes.
+        name = operation.params["name"] if operation.primitive == KERNEL else operation.primitive
+        if "attention" in name:
+            return "attention"
         weights = any(moved.holds[a] == "weights" for a in operation.inputs if isinstance(a, int))
         return "dense" if weights else "attention"
     return "attention" if is_between_activations(operation, moved.holds) else "dense"

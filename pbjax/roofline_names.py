@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.chains import KERNELS
-from pbjax.roofline_traffic import UPDATES, Holds, Moved
+from pbjax.roofline_traffic import CONTRACTIONS, UPDATES, Holds, Moved
 from pbjax.trace import Operation
 
 # The last parts of a weight's path that say only that it is one.
@@ -124,9 +124,10 @@ class Namer:
             return "cache write" if cached else None
         if operation.primitive not in KERNELS:
             return None
-        if weight:
-            return weight.rsplit(".", 1)[-1]
-        return operation.params["name"] if operation.primitive == KERNEL else operation.primitive
+        name = operation.params["name"] if operation.primitive == KERNEL else operation.primitive
+        # A product is called by its weight; a norm or attention, which may read some too, is not.
+        is_product = operation.primitive in CONTRACTIONS or "gemm" in name
+        return weight.rsplit(".", 1)[-1] if weight and is_product else name
 
 
 def _stages(operations: Sequence[Operation], weights: Sequence[str], section: str) -> list[str]:

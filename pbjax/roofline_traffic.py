@@ -20,6 +20,8 @@ from pbjax.trace import Atom, Aval, Graph, Operation
 # What a value holds; names of the fields of Traffic.
 Holds = Literal["weights", "activations", "kv_cache"]
 
+CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
+
 # Written in place: the result is the first operand with some of its entries replaced.
 UPDATES = frozenset(
     (

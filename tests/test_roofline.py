@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pbjax
+from pallas_kernels.attention import attention as kernel
 from pallas_kernels.gemm import gemm
 from pbjax.cost import equation_cost, total_cost
 from pbjax.device import ResourceClass, find_device
@@ -169,6 +170,16 @@ def test_a_kernel_is_one_dense_group():
     assert point.traffic == moves(weights=2 * D * D, activations=4 * B * T * D)
 
 
+def test_an_attention_kernel_is_attention_whatever_it_reads():
+    model = with_weights(
+        lambda w, q, k, v: kernel(q, k, v, causal=True, alibi_slopes=w[0]), jnp.zeros(N)
+    )
+    with use_abstract_mesh(TARGET):
+        (point,) = report(model, *[spec(B, T, N, 32)] * 3).points
+    assert (point.kind, point.name) == ("attention", "attention")
+    assert point.traffic.activations == 4 * 2 * B * T * N * 32
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_operation_is_counted(name):
     found, network = of_network(name)
@@ -284,6 +295,7 @@ def test_report_is_json_compatible():
         (InputError, lambda: report(jnp.tanh, spec(2), attention="some"), "'some'"),
         (ModelError, lambda: report(lambda x: x if x.sum() > 0 else -x, spec(2)), "traced"),
         (ModelError, lambda: report(lambda x, y: x @ y, spec(2, 3), spec(4, 5)), "traced"),
+        (ModelError, lambda: report(lambda x: x.missing, spec(2, 3)), "no attribute"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(error, call, words):
