@@ -115,3 +115,11 @@ def test_every_mlp_is_two_kernels(name, kernel):
     assert found["gemm(3 joined, bias)" if name in ("vit", "bert") else "gemm(3 joined)"] == (
         0 if name in ("gpt2", "bloom") else LAYERS
     )
+
+
+def test_all_layers_read_one_bias_made_of_a_padding_mask():
+    operations = fused("bert", masked=True).graph.operations
+    read = [set(o.inputs) for o in operations if o.params.get("name") == "attention"]
+    assert len(read) == LAYERS
+    (bias,) = set.intersection(*read)
+    assert next(o for o in operations if bias in o.outputs).primitive == "max"

@@ -1,13 +1,15 @@
 """A match, what it replaces, and the graph with it in its place."""
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array
 
+from pallas_kernels.operation import PRIMITIVE
 from pbjax.dataflow import signature
 from pbjax.fusion.reading import Reading, Source
 from pbjax.trace import Atom, Aval, Graph, Operation, describe, trace, without_dead_code
@@ -216,20 +218,50 @@ def structure(graph: Graph, m: Match) -> tuple[object, ...]:
 
 def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
     """The graph with each match replaced by the operations its function traces to."""
-    avals, placed, traced = list(graph.avals), [], {}
+    avals, traced = list(graph.avals), {}
     makers = Reading(graph).makers
     replaced = {value for m in matches for value in m.outputs}
-    for index, operation in enumerate(graph.operations):
-        if not replaced.intersection(operation.outputs):
-            placed.append((index, operation))
+    kept = [
+        (index, operation)
+        for index, operation in enumerate(graph.operations)
+        if not replaced.intersection(operation.outputs)
+    ]
+    added = []
     for m in matches:
         place = min(makers[value] for value in m.outputs)
         key = structure(graph, m)
         if key not in traced:
             traced[key] = _traced(graph, m)
-        placed += [(place, operation) for operation in _fragment(avals, m, traced[key])]
-    operations = _ordered(placed)
+        added += [(place, operation) for operation in _fragment(avals, m, traced[key])]
+    operations = _ordered([*kept, *_shared(added, avals, replaced)])
     return without_dead_code(replace(graph, avals=tuple(avals), operations=tuple(operations)))
+
+
+def _shared(
+    added: Sequence[tuple[int, Operation]], avals: Sequence[Aval], outputs: Set[int]
+) -> list[tuple[int, Operation]]:
+    """The added operations, those that several matches have in common once and first.
+
+    Such as a bias made of a mask: all layers read one, and no layer differs from the others by
+    having made it.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    numbers: dict[int, int] = {}
+    kept: list[tuple[int, Operation]] = []
+    for place, operation in added:
+        inputs = tuple(a if isinstance(a, Literal) else numbers.get(a, a) for a in operation.inputs)
+        operation = replace(operation, inputs=inputs)
+        whole = operation.primitive == PRIMITIVE or not outputs.isdisjoint(operation.outputs)
+        whole = whole or any(isinstance(a, Literal) and np.ndim(a.val) for a in inputs)
+        key = (signature(operation, avals), *(a for a in inputs if isinstance(a, int)))
+        if whole or key not in seen:
+            seen.setdefault(key, len(kept))
+            kept.append((place, operation))
+        else:
+            first = kept[seen[key]][1]
+            numbers.update(zip(operation.outputs, first.outputs, strict=True))
+            kept[seen[key]] = (-1, first)
+    return kept
 
 
 def _traced(graph: Graph, m: Match) -> Graph:
