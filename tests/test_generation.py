@@ -284,9 +284,9 @@ def test_other_settings_of_a_kind_and_other_weights_compile_nothing(compilations
 
 @pytest.mark.parametrize(
     ("count", "limit", "size"),
-    [(1, None, 16), (16, None, 16), (17, None, 24), (25, None, 32), (33, None, 48),
-     (49, None, 64), (97, None, 128), (1000, None, 1024), (1025, None, 1536), (50, 60, 60),
-     (50, 50, 50), (5, 8, 8)],
+    [(1, None, 16), (16, None, 16), (17, None, 32), (33, None, 56), (57, None, 88),
+     (89, None, 136), (1000, None, 1112), (2**20 + 1, None, 2**20 + 1), (50, 60, 56), (57, 60, 60),
+     (60, 60, 60), (5, 8, 8)],
 )  # fmt: skip
 def test_buckets(count, limit, size):
     assert prompts.bucket(count, limit) == size

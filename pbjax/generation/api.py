@@ -56,7 +56,7 @@ def generate(
     """Continues prompts.
 
     What a sequence becomes depends on its own prompt, settings and seed, not on its neighbours or
-    its padding. Arrays have sizes out of a short list (16, 24, 32, 48 and so on), so that another
+    its padding. Arrays have sizes out of a short list (16, 32, 56, 88 and so on), so that another
     call of the same batch size and a similar length compiles nothing.
 
     Args:

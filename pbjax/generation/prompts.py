@@ -10,9 +10,12 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from pbjax.buckets import Buckets
 from pbjax.errors import InputError, InputTypeError
 
-SMALLEST_BUCKET = 16
+SMALLEST_BUCKET, BUCKET_MULTIPLE = 16, 8
+# Of models whose positions have no end; longer sequences get arrays of their own length.
+LARGEST_BUCKET = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +47,15 @@ class Prompts:
 
 
 def bucket(count: int, limit: int | None) -> int:
-    """Returns the size that arrays for so many tokens get: 16, 24, 32, 48, 64, 96 and so on.
+    """Returns the size that arrays for so many tokens get: 16, 32, 56, 88, 136 and so on.
 
     Args:
       count: Tokens that must fit.
       limit: The longest sequence of the model, which no size exceeds; None = any.
     """
-    size = SMALLEST_BUCKET
-    while size < count:
-        size = size * 3 // 2 if size.bit_count() == 1 else size // 3 * 4
-    return size if limit is None else min(size, max(limit, count))
+    largest = max(count, LARGEST_BUCKET) if limit is None else limit
+    smallest = min(SMALLEST_BUCKET, largest)
+    return Buckets.growing(smallest, largest, multiple=BUCKET_MULTIPLE).least(count)
 
 
 def read_prompts(
