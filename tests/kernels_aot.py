@@ -24,7 +24,7 @@ for name in ("MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH"):
     os.environ.pop(name, None)
 
 from pallas_kernels.attention import attention, attention_packed  # noqa: E402
-from pallas_kernels.attention.shapes import PACKED  # noqa: E402
+from pallas_kernels.attention.shapes import PACKED, PACKED_RAGGED  # noqa: E402
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION_SHAPES  # noqa: E402
 from pallas_kernels.decode_attention import decode_attention  # noqa: E402
 from pallas_kernels.decode_attention.shapes import SHAPES as DECODE_SHAPES  # noqa: E402
@@ -69,9 +69,13 @@ def packed_call(case):
     operands = {"q": ((rows, case.num_heads, h), jnp.bfloat16)}
     operands |= {name: ((rows, case.num_kv_heads, h), jnp.bfloat16) for name in ("k", "v")}
     operands["offsets"] = (case.offsets.shape, jnp.int32)
+    if case.alibi:
+        operands["alibi_slopes"] = ((case.num_heads,), jnp.float32)
 
     def run(operands):
-        return attention_packed(**operands, causal=case.causal, implementation="mosaic_gpu")
+        return attention_packed(
+            **operands, causal=case.causal, window=case.window, implementation="mosaic_gpu"
+        )
 
     return run, operands
 
@@ -92,7 +96,7 @@ def decode_call(case):
 
 
 CALLS = {case.name: (attention_call, case) for case in ATTENTION_SHAPES}
-CALLS |= {case.name: (packed_call, case) for case in PACKED}
+CALLS |= {case.name: (packed_call, case) for case in [*PACKED, *PACKED_RAGGED]}
 CALLS |= {f"decode {case.name}": (decode_call, case) for case in DECODE_SHAPES}
 
 

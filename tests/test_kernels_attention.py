@@ -87,6 +87,10 @@ INTERPRETED = {
         shape(130, 200, causal=True, lengths=True, query_starts=True, window=90),
         {"lengths": [150], "starts": [20]},
     ),
+    "chunk of a prompt": (
+        shape(72, 200, causal=True, lengths=True, query_starts=True),
+        {"lengths": [190], "starts": [101]},
+    ),
     "rows that are padding": (
         shape(136, 136, batch_size=2, lengths=True, query_lengths=True),
         {"lengths": [70, -5]},
@@ -205,11 +209,12 @@ def test_budget_is_the_grid():
     assert "'sm': 47" in jaxpr or "grid=(47" in jaxpr
 
 
-def test_models_compile_without_spills_or_serialised_products():
-    reports = ptxas_reports([case.name for case in MODELS])
+def test_models_compile_without_spills_and_no_shape_with_serialised_products():
+    reports = ptxas_reports([case.name for case in [*MODELS, *RAGGED]])
     # With ALiBi the addresses of six barriers find no register: stored once, read once an item.
     allowed = {"bloom-7b1 8x512": 6 * (4 + 4)}
-    assert not [name for name, r in reports.items() if r["spilled"] > allowed.get(name, 0)]
+    models = {case.name: reports[case.name]["spilled"] for case in MODELS}
+    assert not [name for name, spilled in models.items() if spilled > allowed.get(name, 0)]
     assert not [name for name, report in reports.items() if report["codes"]]
 
 

@@ -339,13 +339,13 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(v_empty.at[_mod(step + j, depth)])
 
-            def advance(j, carry, *, mask, last=True):
+            def advance(j, carry, *, mask=None, overlap=True):
                 m, total, p = carry
-                # A masked step does not overlap: with a product in flight over the end of one loop
-                # and into the next, ptxas serialises every WGMMA (C7513).
-                scores = scores_of(j, lambda: add_values(p, j - 1), wait_n=0 if mask else 1)
-                if mask:
-                    scores = masked(scores, j, last=last)
+                # With products in flight in each of two loops, one after the other, ptxas
+                # serialises every WGMMA (C7513): in all loops but one a step does not overlap.
+                scores = scores_of(j, lambda: add_values(p, j - 1), wait_n=1 if overlap else 0)
+                if mask is not None:
+                    scores = mask(scores, j)
                 p, m, total, shrink = _softmax_step(scores, *terms_of(j), m, total, factor)
                 p = p.astype(dtype)
                 if held is not None:  # ptxas moves nothing over a wait for a barrier
@@ -368,19 +368,23 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 scores = masked(scores, jnp.int32(0), last=True)
             p, m, total, _ = _softmax_step(scores, *terms_of(jnp.int32(0)), m, total, factor)
             carry, start = (m, total, p.astype(dtype)), jnp.int32(1)
+            edge, stop = None, steps
             if problem.masks_two(tile):
-                carry, start = advance(start, carry, mask=True), start + 1
+                mask = functools.partial(masked, last=True)
+                carry, start = advance(start, carry, mask=mask, overlap=False), start + 1
             elif problem.masks_beyond_last(tile):
-                stop = jnp.clip(place.last - place.clear_last, start, steps)
-                carry = lax.fori_loop(start, stop, functools.partial(advance, mask=True), carry)
-                start = stop
-            stop = steps
+
+                def edge(scores, j):
+                    seen = j >= place.last - place.clear_last
+                    return lax.cond(seen, lambda s: s, lambda s: masked(s, j, last=True), scores)
+
             if problem.masks_first():
                 stop = jnp.clip(place.last - place.clear_first, start, steps)
-            carry = lax.fori_loop(start, stop, functools.partial(advance, mask=False), carry)
+            carry = lax.fori_loop(start, stop, functools.partial(advance, mask=edge), carry)
             if problem.masks_first():
-                masked_first = functools.partial(advance, mask=True, last=False)
-                carry = lax.fori_loop(stop, steps, masked_first, carry)
+                mask = functools.partial(masked, last=problem.masks_beyond_last(tile))
+                masked_advance = functools.partial(advance, mask=mask, overlap=False)
+                carry = lax.fori_loop(stop, steps, masked_advance, carry)
             m, total, p = carry
             add_values(p, steps - 1)
             inverse = jnp.where(total > 0, 1 / total, 0.0)
