@@ -107,7 +107,7 @@ class Optimized:
         bucket = self._buckets.get(self._num_rows(leaves))
         if bucket is None:
             return self._padded(leaves, None)
-        _check_alike("call: input", leaves, bucket.signature)
+        check_alike("call: input", leaves, bucket.signature)
         return _run(bucket.program, bucket.weights, leaves)
 
     def apply(self, params: object, *inputs: object) -> object:
@@ -128,12 +128,12 @@ class Optimized:
                 f"apply(params): the structure is {tree}; {self._params_tree} is allowed; pass "
                 "params of the model that was optimized"
             )
-        _check_alike("apply(params): leaf", leaves, self._params_signature)
+        check_alike("apply(params): leaf", leaves, self._params_signature)
         rows = self._leaves(inputs)
         bucket = self._buckets.get(self._num_rows(rows))
         if bucket is None:
             return self._padded(rows, leaves)
-        _check_alike("call: input", rows, bucket.signature)
+        check_alike("call: input", rows, bucket.signature)
         return _run(bucket.program, bucket.pack(leaves), rows)
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class Optimized:
             else _on_host(x, partial(_pad, axis=axis, size=bucket.plan.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
-        _check_alike("call: input", padded, bucket.signature)
+        check_alike("call: input", padded, bucket.signature)
         weights = bucket.weights if params is None else bucket.pack(params)
         outputs, tree = jax.tree.flatten(bucket.program(weights, *padded))
         cut = [
@@ -210,9 +210,10 @@ def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -
         ) from error
 
 
-def _check_alike(
+def check_alike(
     what: str, leaves: Sequence[Any], signature: Sequence[tuple[tuple[int, ...], Dtype]]
 ) -> None:
+    """Raises InputError unless leaves have the shapes and dtypes that were planned for."""
     for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, signature, strict=True)):
         if getattr(leaf, "shape", None) != shape or not _same_dtype(leaf.dtype, dtype):
             raise InputError(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
+from pbjax.optimized import check_alike
 from pbjax.plan import Plan
 from pbjax.step_reports import StepReport
 
@@ -56,6 +58,8 @@ class StateLayout:
       outputs: Its leaves among the leaves of the outputs.
       axes: Batch axis of each of its leaves; None for one that all rows share.
       sizes: Rows of each sub-batch.
+      signature: Shape and dtype of each leaf of the inputs.
+      others: Structure of the inputs without the state.
     """
 
     argument: int
@@ -64,15 +68,41 @@ class StateLayout:
     outputs: range
     axes: tuple[int | None, ...]
     sizes: tuple[int, ...]
+    signature: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
+    others: jax.tree_util.PyTreeDef
+
+    def check_state(self, leaves: Sequence[object]) -> None:
+        """Raises InputError unless leaves are of the planned shapes and dtypes."""
+        check_alike("hold: leaf", leaves, self.signature[self.inputs.start : self.inputs.stop])
+
+    def check_others(self, inputs: tuple[object, ...]) -> list[Array]:
+        """Returns the leaves of the inputs without the state.
+
+        Raises:
+          InputTypeError: They have another structure.
+          InputError: They have other shapes or dtypes.
+        """
+        leaves, tree = jax.tree.flatten(inputs)
+        if tree != self.others:
+            raise InputTypeError(
+                f"step: the inputs beside the state are {tree}; {self.others} was planned for; pass"
+                " inputs of the same structure as the example"
+            )
+        start, stop = self.inputs.start, self.inputs.stop
+        check_alike("step: input", leaves, self.signature[:start] + self.signature[stop:])
+        return leaves
 
     def cut(self, leaves: Sequence[Array]) -> Pieces:
-        """The state of each sub-batch; of a single one the leaves themselves."""
+        """The state of each sub-batch; of a single one the leaves themselves.
+
+        Each has a copy of what all rows share: a call uses up one buffer for each.
+        """
         if len(self.sizes) == 1:
             return (tuple(leaves),)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         return tuple(
             tuple(
-                x if axis is None else lax.slice_in_dim(x, start, start + size, axis=axis)
+                jnp.copy(x) if axis is None else lax.slice_in_dim(x, start, start + size, axis=axis)
                 for x, axis in zip(leaves, self.axes, strict=True)
             )
             for start, size in zip(starts, self.sizes, strict=True)
@@ -140,6 +170,7 @@ class OptimizedStep:
 
         Raises:
           InputTypeError: It has another structure.
+          InputError: It has other shapes or dtypes.
         """
         leaves, tree = jax.tree.flatten(state)
         if tree != self._layout.tree:
@@ -147,10 +178,21 @@ class OptimizedStep:
                 f"hold: the state is {tree}; {self._layout.tree} was planned for; pass a state "
                 "like the example's"
             )
-        return Held(self, self._layout.cut(leaves))
+        self._layout.check_state(leaves)
+        return Held(self, self._layout.cut(_distinct(leaves)))
 
-    def release(self, held: Held) -> object:
-        """The state as a whole again; `held` is used up."""
+    def release(self, held: object) -> object:
+        """The state as a whole again; `held` is used up.
+
+        Raises:
+          InputTypeError: It is not held.
+          InputError: It was used up, or is another step's.
+        """
+        if not isinstance(held, Held):
+            raise InputTypeError(
+                f"release: a {type(held).__name__}; a held state is allowed; pass what hold() or a "
+                "call returned"
+            )
         return jax.tree.unflatten(self._layout.tree, self._layout.join(held.take(self)))
 
     def __call__(self, *inputs: object) -> object:
@@ -163,8 +205,9 @@ class OptimizedStep:
           What the function returns, with a held state in the place of the new state.
 
         Raises:
-          InputError: The state was used up, or is another step's.
-          InputTypeError: The state is not held.
+          InputError: The state was used up, or is another step's; another input has another
+            shape or dtype, and the state is as it was.
+          InputTypeError: The state is not held, or the other inputs have another structure.
         """
         argument = self._layout.argument
         held = inputs[argument] if argument < len(inputs) else None
@@ -173,11 +216,22 @@ class OptimizedStep:
                 f"step: input {argument}, the state, is a {type(held).__name__}; a held state is "
                 "allowed; make it by step.hold(state)"
             )
-        others = jax.tree.leaves(inputs[:argument] + inputs[argument + 1 :])
+        # Before the state is taken, which would be lost with a call that fails.
+        others = self._layout.check_others(inputs[:argument] + inputs[argument + 1 :])
         outputs, pieces = self._program(self._weights, held.take(self), tuple(others))
         start = self._layout.outputs.start
         leaves = [*outputs[:start], Held(self, pieces), *outputs[start:]]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _distinct(leaves: Sequence[Array]) -> list[Array]:
+    """The leaves, an array that occurs again copied: a call uses up one buffer for each."""
+    seen: set[int] = set()
+    found = []
+    for leaf in leaves:
+        found.append(jnp.copy(leaf) if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return found
 
 
 def _with_one_leaf(

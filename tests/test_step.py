@@ -136,6 +136,83 @@ def test_a_state_of_which_three_copies_do_not_fit_is_refused():
         pbjax.optimize(step, *example(), state=1, device=small)
 
 
+def counting(x, state):
+    cache, count = state
+    out = step(x, cache)
+    return out.hidden, (out.cache, count + 1)
+
+
+@pytest.fixture(scope="module")
+def woven_counting():
+    x, cache = example()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "targets_hopper", lambda: True)
+        patch.setattr("pbjax.step_pipeline.NOISE_FACTOR", -1e9)
+        axes = (0, (0, None))
+        return pbjax.optimize(counting, x, (cache, jnp.int32(0)), state=1, batch_axes=axes)
+
+
+def test_each_sub_batch_carries_its_own_copy_of_what_all_rows_share(woven_counting):
+    x, cache = example()
+    held = woven_counting.hold((cache, jnp.int32(0)))
+    for _ in range(2):
+        _, held = woven_counting(x, held)
+    got, count = woven_counting.release(held)
+    assert count == 2
+    assert_same_cache(got, step(x, step(x, cache).cache).cache)
+
+
+def test_an_array_may_be_in_the_state_twice(unsplit):
+    x, cache = example()
+    keys = cache.layers[0][0]
+    twice = Cache([(keys, keys), *cache.layers[1:]], cache.lengths)
+    expected = step(x, twice).cache
+    out = unsplit(x, unsplit.hold(twice))
+    assert_same_cache(unsplit.release(out.cache), expected)
+
+
+@pytest.mark.parametrize("batch_size", [B // 2, 2 * B])
+def test_a_state_of_another_batch_is_refused(woven, batch_size):
+    with pytest.raises(InputError, match=r"hold: leaf 0 is .* was planned for"):
+        woven.hold(example(batch_size)[1])
+
+
+def test_a_call_that_is_refused_leaves_the_state_as_it_was(woven):
+    x, cache = example()
+    held = woven.hold(cache)
+    with pytest.raises(InputError, match=r"step: input 0 is bfloat16\[4, "):
+        woven(x[:4], held)
+    with pytest.raises(InputTypeError, match="beside the state"):
+        woven({"x": x}, held)
+    got, want = woven(x, held).hidden, step(x, cache).hidden.astype(jnp.float32)
+    assert_close(got, want, reduction=F, roundings=8 * LAYERS)
+
+
+def test_only_a_held_state_is_released(unsplit):
+    with pytest.raises(InputTypeError, match="release: a Cache; a held state"):
+        unsplit.release(example()[1])
+
+
+def test_a_state_without_an_array_is_refused():
+    with pytest.raises(InputError, match="without an array"):
+        pbjax.optimize(lambda x, state: (x + 1, state), example()[0], None, state=1)
+
+
+def test_a_state_that_comes_back_with_its_batch_elsewhere_is_refused():
+    square = jnp.ones((4, 4))
+    with pytest.raises(InputError, match=r"axes \(0,\) of its leaves, and in \(1,\)"):
+        pbjax.optimize(lambda x, s: (x[:, 0] + 1, s.T), square, square * 2, state=1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_batch_too_small_to_split_runs_unsplit(batch_size):
+    x, cache = example(batch_size)
+    fast = pbjax.optimize(step, x, cache, state=1)
+    expected = step(x, cache).cache
+    assert fast.plan.decision == "unsplit"
+    assert_same_cache(fast.release(fast(x, fast.hold(cache)).cache), expected)
+
+
 @pytest.mark.parametrize("sizes", [(5,), (3, 2)])
 def test_cut_and_joined_a_state_is_itself(sizes):
     leaves = [jnp.arange(10).reshape(5, 2), jnp.arange(15).reshape(3, 5), jnp.arange(4)]
@@ -146,6 +223,8 @@ def test_cut_and_joined_a_state_is_itself(sizes):
         outputs=range(3),
         axes=(0, 1, None),
         sizes=sizes,
+        signature=tuple((x.shape, x.dtype) for x in leaves),
+        others=jax.tree.structure(()),
     )
     for got, want in zip(layout.join(layout.cut(leaves)), leaves, strict=True):
         assert (got == want).all()
