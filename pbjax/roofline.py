@@ -199,16 +199,13 @@ class _Counter:
         """
         labels = classify(graph, self._device)
         moved = measure_traffic(graph, leaves, fuse_attention=self._fuse)
-        seconds = [self._seconds(*pair) for pair in zip(labels, moved.traffic, strict=True)]
-        if sum(seconds) == 0:
+        if not graph.operations:
             return
         self.temporary_bytes += moved.temporary_bytes
-        repetition = find_repetition(graph, seconds, graph)
+        # By the number of operations, not by their time: so it is the same at every size.
+        repetition = find_repetition(graph, [1.0] * len(graph.operations), graph)
         for part in _sections(graph, repetition, section):
             self._add_section(graph, part, labels, moved, names, repeats)
-
-    def _seconds(self, label: Label, traffic: Traffic) -> float:
-        return max(label.compute_s, traffic.total / self._device.memory_bytes_per_s)
 
     def _add_section(
         self,

@@ -7,15 +7,16 @@ from functools import cache
 
 import pytest
 
-from models.presets import find_shape
 from pbjax.device import find_device
 from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.roofline import roofline_report
 from pbjax.roofline_batching import SizePoint, choose_batch, interpolated, size_point, study_phase
 from pbjax.roofline_points import Total
 
+from .shapes import few_layers
+
 H200 = find_device("NVIDIA H200")
-MODEL = find_shape("gpt2")
+MODEL = few_layers("gpt2")
 SMALL = replace(H200, kind="small", memory_bytes=2_000_000_000)
 
 
@@ -121,7 +122,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_figures():
     def on_tiny(phase, batch, seq):
         return report_at(phase, batch, seq, tiny)
 
-    with pytest.raises(MemoryBudgetError, match=r"0\.2 of weights.*tiny has 0\.1 GB"):
+    with pytest.raises(MemoryBudgetError, match=r"0\.1 of weights.*tiny has 0\.1 GB"):
         study_phase(on_tiny, "decode", batch_size=1, seq_len=256)
 
 

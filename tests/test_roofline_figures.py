@@ -12,7 +12,6 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from models.presets import find_shape
 from pbjax.cli import app
 from pbjax.device import find_device
 from pbjax.errors import FileError, InputError
@@ -29,8 +28,10 @@ from pbjax.roofline_figures import (
 from pbjax.roofline_html import points_csv
 from pbjax.roofline_pages import Findings, write_figures, write_page
 
+from .shapes import few_layers
+
 A100 = find_device("a100-sxm4-80gb")
-MODEL = find_shape("gpt2")
+MODEL = few_layers("gpt2")
 
 
 @cache

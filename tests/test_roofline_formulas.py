@@ -21,17 +21,18 @@ from pbjax.roofline_formulas import (
 )
 from pbjax.roofline_points import Total
 
+from .shapes import few_layers
+
 H200 = find_device("NVIDIA H200")
 
 
-@cache
-def shape(name="llama3.2-1b"):
-    return find_shape(name)
+def shape():
+    return few_layers("llama3.2-1b")
 
 
 @cache
-def counted(phase, batch, seq, attention="fused", name="llama3.2-1b"):
-    call = shape(name).call(phase, batch, seq)
+def counted(phase, batch, seq, attention="fused"):
+    call = shape().call(phase, batch, seq)
     return roofline_report(
         call.function, *call.inputs, device=H200, cache=call.cache, attention=attention
     )

@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from models.presets import find_shape
 from pbjax.device import find_device
 from pbjax.errors import InputError
 from pbjax.roofline import roofline_report
@@ -23,9 +22,12 @@ from pbjax.roofline_whatif import (
     with_weight_bits,
 )
 
+from .shapes import few_layers
+
 H200, A100 = find_device("NVIDIA H200"), find_device("NVIDIA A100-SXM4-80GB")
-MODEL = find_shape("gpt2-medium")
-LAYER_BYTES = 2 * 24 * 12 * 1024**2
+LAYERS = 3
+MODEL = few_layers("gpt2-medium", LAYERS)
+LAYER_BYTES = 2 * LAYERS * 12 * 1024**2
 
 
 @cache
@@ -52,7 +54,7 @@ def test_lighter_weights_do_not_help_a_prompt_that_arithmetic_bounds():
     plain = report("prefill", 16, 512)
     found = with_weight_bits(plain, 4, group=128).report
     assert found.total.seconds == pytest.approx(plain.total.seconds, rel=1e-3)
-    assert with_fp8(plain).report.total.seconds < 0.8 * plain.total.seconds
+    assert with_fp8(plain).report.total.seconds < 0.85 * plain.total.seconds
 
 
 def test_fp8_halves_what_the_layers_compute():
@@ -86,12 +88,12 @@ def test_a_call_without_a_cache_has_no_bits_to_save():
 
 @pytest.mark.parametrize("degree", [2, 8])
 def test_devices_share_layers_and_pay_for_sums(degree):
-    plain, found = report(), with_tensor_parallel(report(), degree, 1024, 24).report
+    plain, found = report(), with_tensor_parallel(report(), degree, 1024, LAYERS).report
     assert found.total.flops == pytest.approx(plain.total.flops / degree)
     assert found.memory.weight_bytes == math.ceil(plain.memory.weight_bytes / degree)
     sums = found.points[-1]
     sent = 2 * (degree - 1) / degree * 4 * 1024 * 2
-    assert sums.seconds == pytest.approx(2 * 24 * sent / 450e9)
+    assert sums.seconds == pytest.approx(2 * LAYERS * sent / 450e9)
     assert sums.traffic == Traffic()
     assert plain.total.seconds / degree < found.total.seconds < plain.total.seconds
 
