@@ -14,12 +14,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
-from pbjax.errors import InputError
+from pbjax.errors import InputError, VerificationError
 from pbjax.functional import functional
 from pbjax.fusion import PATTERNS, fuse, hoist, verify
 from pbjax.trace import difference, evaluate, trace
 from tests import networks, user_models
-from tests.user_models import LENGTHS, PADDING, B, D, H, N, S, normal, tokens
+from tests.user_models import LENGTHS, PADDING, B, D, F, H, N, S, normal, tokens
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 
@@ -206,6 +206,39 @@ def test_the_body_of_a_loop_over_layers_is_fused_too(make):
     assert {norm, "gemm(bias, residual)"} < set(kernels(loop))
     for got, want in zip(*(run(g, weights, inputs) for g in (fusion.graph, graph)), strict=True):
         assert_close(got, want, reduction=4 * D, roundings=20)
+
+
+def gated_by_half(x):
+    y = x @ normal(4, D, 2 * F)
+    return jax.nn.silu(y[..., :F]) * y[..., F:]
+
+
+def test_a_gate_that_is_half_of_a_product_is_one_kernel():
+    fusion = fused(gated_by_half, tokens())
+    assert kernels(fusion) == {"gated_gemm(silu)": 1}
+    verify(fusion)
+
+
+def test_a_gate_with_a_bias_is_named():
+    def model(x):
+        y = x @ normal(4, D, F) + normal(5, 1, 1, F)
+        return jax.nn.silu(y) * (x @ normal(6, D, F))
+
+    (miss,) = fused(model, tokens()).misses
+    assert miss.pattern == "gated_gemm"
+    assert "has a bias" in miss.reason
+
+
+def test_a_kernel_that_computes_something_else_is_found_by_verification():
+    fusion = case_of(user_models.nnx_encoder)[-1]
+    first = fusion.matches[0]
+
+    def wrong(*operands):
+        return tuple(1.01 * result for result in first.function(*operands))
+
+    broken = replace(fusion, matches=(replace(first, function=wrong),))
+    with pytest.raises(VerificationError, match=r"fusion of layer_norm at .*please report"):
+        verify(broken)
 
 
 def test_joined_weights_are_made_once():

@@ -148,7 +148,8 @@ class _Search:
             except Mismatch as mismatch:
                 if self.reading.is_view(value):
                     continue  # what it is a view of says it again
-                miss = Miss(pattern=name, where=describe(operations[index]), reason=str(mismatch))
+                pattern, where = mismatch.pattern or name, describe(operations[index])
+                miss = Miss(pattern=pattern, where=where, reason=str(mismatch))
                 self._missed.append((miss, mismatch.anchors))
                 continue
             if found is None or found.pattern not in enabled or found.replaced & self._taken:

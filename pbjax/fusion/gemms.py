@@ -5,7 +5,7 @@ residual + scale * activation(x @ w + bias).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.extend.core import Literal
@@ -30,6 +30,7 @@ class Linear:
       columns: The labels of the output features.
       rows: The axes of x that remain.
       dot: Position of the product.
+      part: First and last but one of the output features that are meant; None for all.
     """
 
     x: tuple[Atom, Layout]
@@ -39,6 +40,7 @@ class Linear:
     columns: Axis
     rows: Layout
     dot: int
+    part: tuple[int, int] | None = None
 
 
 def find_gemm(reading: Reading, value: int, *, with_epilogue: bool) -> Match | None:
@@ -166,12 +168,13 @@ def product_operands(axes: Axes, linear: Linear) -> list[Operand]:
     return [operand(linear.x[0]), operand(linear.w[0], size**-0.5)]
 
 
-def arranged(axes: Axes, linear: Linear, x, w):
-    """Input as (*rows, K) and weight as (K, N), as the kernels take them."""
-    return (
-        axes.arrange(x, linear.x[1], (*linear.rows, linear.over)),
-        axes.arrange(w, linear.w[1], (linear.over, linear.columns)),
-    )
+def weight_of(axes: Axes, linear: Linear, w: jax.Array) -> jax.Array:
+    """The weight as (K, N), as the kernels take it."""
+    if linear.part is None:
+        return axes.arrange(w, linear.w[1], (linear.over, linear.columns))
+    rest = tuple(i for i in labels_of(axes.current(linear.w[1])) if i not in axes.cut(linear.over))
+    first, last = linear.part
+    return axes.arrange(w, linear.w[1], (linear.over, rest))[:, first:last]
 
 
 def _match(axes: Axes, value, layout, linear, residual, activation, scale) -> Match:
@@ -181,7 +184,8 @@ def _match(axes: Axes, value, layout, linear, residual, activation, scale) -> Ma
     dtype = reading.dtype(value)
 
     def function(x, w, *others):
-        x, w = arranged(axes, linear, x, w)
+        x = axes.arrange(x, linear.x[1], (*linear.rows, linear.over))
+        w = weight_of(axes, linear, w)
         others, options = list(others), {}
         if linear.bias is not None:
             bias = axes.arrange(others.pop(0), linear.bias[1], (linear.columns,))
@@ -220,7 +224,7 @@ def find_gated(reading: Reading, value: int) -> Match | None:
         return None
     for one, other in ((a, b), (b, a)):
         for inner, steps in cones(reading, one):
-            gate, up = (find_linear(axes, half, at) for half in (inner, other))
+            gate, up = (_half(axes, half, at) for half in (inner, other))
             if not steps or gate is None or up is None or not _are_pair(gate, up):
                 continue
             activation = recognised(reading, steps)
@@ -232,9 +236,44 @@ def find_gated(reading: Reading, value: int) -> Match | None:
     return None
 
 
+def _half(axes: Axes, value: Atom, at: Layout) -> Linear | None:
+    """One side of a gated pair: a product, or the part of a wider one that a model has cut out."""
+    linear = find_linear(axes, value, at)
+    if linear is not None:
+        return linear
+    core, at = axes.pull(value, at, narrowing=True)
+    cut = _cut_of(axes.reading, core)
+    if cut is None:
+        return None
+    whole, axis, part = cut
+    wide = axes.new(axes.reading.shape(whole)[axis])
+    linear = find_linear(axes, whole, (*at[:axis], wide, *at[axis + 1 :]))
+    if linear is None or axes.cut(linear.columns) != axes.cut(wide):
+        return None
+    return replace(linear, part=part, columns=at[axis])
+
+
+def _cut_of(reading: Reading, value: Atom) -> tuple[Atom, int, tuple[int, int]] | None:
+    """(What a value was cut out of, along which axis, from where to where) if it was."""
+    operation = reading.maker(value)
+    if operation is None or operation.primitive not in ("split", "slice"):
+        return None
+    (whole,), params = operation.inputs, operation.params
+    if operation.primitive == "split":
+        sizes = [int(size) for size in params["sizes"]]
+        number = next(i for i, output in enumerate(operation.outputs) if output == value)
+        first = sum(sizes[:number])
+        return whole, int(params["axis"]), (first, first + sizes[number])
+    first, last = params["start_indices"], params["limit_indices"]
+    axes = [i for i, n in enumerate(reading.shape(whole)) if (first[i], last[i]) != (0, n)]
+    if params["strides"] is not None or len(axes) != 1:
+        return None
+    return whole, axes[0], (int(first[axes[0]]), int(last[axes[0]]))
+
+
 def _are_pair(a: Linear, b: Linear) -> bool:
     """Whether two products are of one input, summed over the same axes of it."""
-    return a.dot != b.dot and input_of(a) == input_of(b)
+    return (a.dot, a.part) != (b.dot, b.part) and input_of(a) == input_of(b)
 
 
 def input_of(linear: Linear) -> tuple[Atom, list[Axis | None]]:
@@ -249,8 +288,8 @@ def _gated(axes: Axes, value, layout, pair, activation) -> Match:
     dtype = axes.reading.dtype(value)
 
     def function(x, w_gate, w):
-        x, w_gate = arranged(axes, gate, x, w_gate)
-        w = axes.arrange(w, up.w[1], (up.over, up.columns))
+        x = axes.arrange(x, gate.x[1], (*gate.rows, gate.over))
+        w_gate, w = weight_of(axes, gate, w_gate), weight_of(axes, up, w)
         y = gated_gemm(x, w_gate, w, activation=activation)
         return (axes.arrange(y, out, layout).astype(dtype),)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gemm import gemm
 from pbjax.fusion.axes import Axes, Layout
-from pbjax.fusion.gemms import Linear, find_linear, input_of, product_operands
+from pbjax.fusion.gemms import Linear, find_linear, input_of, product_operands, weight_of
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch, match, operand
 
@@ -66,7 +66,8 @@ def _joined(reading: Reading, parts: Sequence[_Part]) -> Match:
         weights, biases = others[: len(parts)], others[len(parts) :]
         rows = (*first.linear.rows, first.linear.over)
         x = first.axes.arrange(x, first.linear.x[1], rows)
-        w = jnp.concatenate([_weight(p, w) for p, w in zip(parts, weights, strict=True)], axis=1)
+        arrays = [weight_of(p.axes, p.linear, w) for p, w in zip(parts, weights, strict=True)]
+        w = jnp.concatenate(arrays, axis=1)
         bias = None
         if with_bias:
             joined = [_bias(p, b) for p, b in zip(parts, biases, strict=True)]
@@ -92,11 +93,6 @@ def _joined(reading: Reading, parts: Sequence[_Part]) -> Match:
         outputs=[part.value for part in parts],
         function=function,
     )
-
-
-def _weight(part: _Part, w):
-    linear = part.linear
-    return part.axes.arrange(w, linear.w[1], (linear.over, linear.columns))
 
 
 def _bias(part: _Part, bias):

@@ -167,7 +167,8 @@ def _match(reading, value, x, centred, eps, sums, scale, bias, takes_sum) -> Mat
         return None
     kind = "layer_norm" if centred else "rms_norm"
     if not centred and bias is not None:
-        raise Mismatch("it adds a bias, which the kernel of RMSNorm does not")
+        reason = "it adds a bias, which the kernel of RMSNorm does not"
+        raise Mismatch(reason, pattern="rms_norm")
     dtype = jnp.promote_types(reading.dtype(x), reading.dtype(value))
     features = [operand(reading.core(a)) for a in (scale, bias) if a is not None]
     results = reading.dtype(value)

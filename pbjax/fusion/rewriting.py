@@ -21,12 +21,13 @@ class Mismatch(Exception):
     Attributes:
       anchors: Positions of the operations it would have begun with, as far as they are known: one
         that another match has found its way into is no miss.
+      pattern: Name of the pattern, where it is not the one that was looked for.
     """
 
-    def __init__(self, reason: str, anchors: Sequence[int] = ()):
+    def __init__(self, reason: str, anchors: Sequence[int] = (), pattern: str = ""):
         """Takes the reason."""
         super().__init__(reason)
-        self.anchors = frozenset(anchors)
+        self.anchors, self.pattern = frozenset(anchors), pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def match(
     for value in inner:
         reason = _read_elsewhere(reading, value, set(operations))
         if reason is not None and value not in outputs:
-            raise Mismatch(reason, anchors)
+            raise Mismatch(reason, anchors, pattern)
     first = reading.graph.operations[anchors[0]]
     return Match(
         pattern=pattern,
