@@ -214,16 +214,20 @@ def _draw_curves(
     panels[2].plot(x, attention, label=f"attention, {study.phase}", **hollow)
     if over == "batch_size" and 1 <= study.critical_batch <= max(x):
         for axes in panels:
-            axes.axvline(study.critical_batch, color="grey", linestyle="-.", linewidth=0.9)
+            axes.axvline(study.critical_batch, color=colour, linestyle="-.", linewidth=0.9)
 
 
 def _dress_curves(panels: "Sequence[Axes]") -> None:
     """Scales, units and legends of what `_draw_curves` drew."""
+    from matplotlib.ticker import LogLocator
+
     labels = ("throughput (tokens/s)", "a call takes (ms)", "attainable rate (TFLOP/s)")
     for axes, label in zip(panels, labels, strict=True):
         axes.set(yscale="log", ylabel=label)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.tick_params(axis="x", labelsize=8)
         low, high = axes.get_ylim()
         _plain(axes.yaxis, high / low)
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
