@@ -29,6 +29,15 @@ PURE = (
     "search",
     "buckets",
     "packing",
+    "roofline_batching",
+    "roofline_figures",
+    "roofline_formulas",
+    "roofline_html",
+    "roofline_pages",
+    "roofline_points",
+    "roofline_tables",
+    "roofline_text",
+    "roofline_whatif",
 )
 
 
