@@ -246,6 +246,13 @@ def test_attention_in_f32_is_refused():
         lowered(attention_call(pair), *specs)
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan")])
+def test_a_factor_of_the_scores_that_is_not_positive_is_refused(scale):
+    pair = attention_pair()
+    with pytest.raises(ValueError, match=f"scale={scale}"):
+        lowered(attention_call(pair, attention_scale=scale), *attention_specs(pair))
+
+
 def test_a_gated_product_with_a_bias_is_refused():
     pair = attention_pair(gated=True)
     inputs = attention_inputs(pair, LENGTHS)

@@ -137,6 +137,15 @@ def test_xla_agrees_with_the_reference(case):
     assert_close(actual, expected, reduction=case.num_keys * case.head_dim)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
+def test_lengths_beyond_the_cache_are_clipped_to_it(dtype):
+    args, _ = operands(shape(128, num_tokens=2, batch_size=3, n=2, k=1), lengths=[1, 0, 127])
+    q, k, v, lengths = args
+    whole = decode_attention(q, k[:, :72], v[:, :72], jnp.array([1, 0, 72], jnp.int32))
+    found = decode_attention(q, k[:, :72], v[:, :72], lengths.astype(dtype))
+    assert (found == whole).all()
+
+
 def test_default_is_xla_without_a_gpu():
     args, terms = operands(shape(16))
     text = jax.jit(functools.partial(decode_attention, **terms)).lower(*args).as_text()

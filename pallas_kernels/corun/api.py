@@ -11,7 +11,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.corun import mosaic_gpu
 from pallas_kernels.corun.tiles import tile_beside
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_attention.api import check_decode_attention
+from pallas_kernels.decode_attention.api import check_decode_attention, check_scale
 from pallas_kernels.gemm.activations import Activation
 from pallas_kernels.gemm.api import ROWS, check_gemm, check_groups, gated_gemm, gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue
@@ -194,8 +194,7 @@ def gemm_beside_decode_attention(
     if gated:
         check_gemm(x, w_gate, None, None, activation)
     check_decode_attention(q, k, v, lengths, None, alibi_slopes, first_sequence)
-    if attention_scale is None:
-        attention_scale = 1 / math.sqrt(q.shape[-1])
+    attention_scale = check_scale(q, attention_scale)
     ctas = dispatch.check_sm_budget("gemm_beside_decode_attention", sm_budget)
 
     def together():
@@ -211,7 +210,7 @@ def gemm_beside_decode_attention(
             lengths,
             alibi_slopes,
             first_sequence=first_sequence,
-            attention_scale=float(attention_scale),
+            attention_scale=attention_scale,
             epilogue=Epilogue(activation=activation, gated=gated, scale=scale),
             ctas=ctas,
         )

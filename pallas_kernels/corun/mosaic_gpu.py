@@ -180,7 +180,7 @@ def decode_partner(
     num_kv_heads = k.shape[2]
     # Clipped here, not in the kernel: XLA hands a slice of the lengths on where it lies, which may
     # be no multiple of 256 bytes, as the launch wants it; the result of an operation is one.
-    lengths = jnp.clip(lengths, 0, k.shape[1]).astype(jnp.int32)
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, k.shape[1])
     operands = [fold(q, num_kv_heads), k, v, lengths]
     if alibi_slopes is not None:
         slopes = alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, n // num_kv_heads)

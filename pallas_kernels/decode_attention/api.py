@@ -58,13 +58,10 @@ def decode_attention(
     for the pages.
     """
     check_decode_attention(q, k, v, lengths, page_table, alibi_slopes, first_sequence)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"decode_attention(scale={scale}): a positive finite number; check it")
+    scale = check_scale(q, scale)
     sms = check_sm_budget("decode_attention", sm_budget)
     terms = {
-        "scale": float(scale),
+        "scale": scale,
         "page_table": page_table,
         "alibi_slopes": alibi_slopes,
         "first_sequence": first_sequence,
@@ -119,6 +116,18 @@ def check_decode_attention(
             "floating dtype; cast them"
         )
     _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes)
+
+
+def check_scale(q, scale: float | None) -> float:
+    """Returns the factor of the scores; raises ValueError unless it is positive and finite."""
+    if scale is None:
+        return 1 / math.sqrt(q.shape[-1])
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(
+            f"decode_attention(scale={scale}): the kernel takes maxima before it scales; a positive "
+            "finite number is allowed; correct it"
+        )
+    return float(scale)
 
 
 def _check_sequences(batch_size: int, cache, page_table, first: int) -> None:

@@ -23,6 +23,8 @@ def decode_attention_xla(
         k, v = (x[page_table].reshape(batch_size, -1, *x.shape[2:]) for x in (k, v))
     else:
         k, v = (x[first_sequence : first_sequence + batch_size] for x in (k, v))
+    # Signed before the tokens are taken off, which unsigned lengths could not go below.
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, k.shape[1])
     return attention_xla(
         q,
         k,
@@ -30,7 +32,7 @@ def decode_attention_xla(
         scale=scale,
         causal=True,
         window=None,
-        lengths=jnp.clip(lengths, 0, k.shape[1]),
+        lengths=lengths,
         query_lengths=None,
         query_starts=lengths - num_tokens,
         alibi_slopes=alibi_slopes,
