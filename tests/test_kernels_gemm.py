@@ -351,6 +351,7 @@ def test_what_the_kernel_cannot_do_it_refuses_by_name_and_leaves_to_xla(x, w, me
         ({"xs": [X] * 9}, "9 inputs"),
         ({"residuals": [X[:, :64]]}, "residuals: 1"),
         ({"residuals": [X[:, :64], X]}, "residual"),
+        ({"residuals": [X[:, :64], None]}, "residuals: 1"),
         ({"xs": [X, X.astype(jnp.float16)]}, "one floating dtype"),
         ({"xs": [X, X[:, :64]]}, "input features first"),
         ({"w_gate": W.astype(jnp.float16)}, "w_gate"),

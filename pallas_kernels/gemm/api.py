@@ -252,9 +252,10 @@ def check_groups(xs, residuals, *, gated: bool, plain: bool) -> None:
             f"grouped_gemm(xs: {len(xs)} inputs): each is code of its own in one kernel; 1 to "
             f"{MAX_GROUPS} are allowed; call it for a part of them at a time"
         )
-    if residuals is not None and len(residuals) != len(xs):
+    given = len(xs) if residuals is None else sum(r is not None for r in residuals)
+    if given != len(xs) or len(residuals or xs) != len(xs):
         raise ValueError(
-            f"grouped_gemm(residuals: {len(residuals)}): there are {len(xs)} inputs; give one "
+            f"grouped_gemm(residuals: {given}): there are {len(xs)} inputs; give one "
             "residual for each, or None"
         )
     if gated and (residuals is not None or not plain):
