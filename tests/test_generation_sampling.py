@@ -184,6 +184,12 @@ def test_filter_of_the_best_token_alone_is_refused(given):
         Sampling(**given)
 
 
+def test_the_best_token_stays_where_float32_makes_nothing_of_top_p():
+    scores = jnp.arange(V, dtype=jnp.float32)[None]
+    kept = jnp.isfinite(sampling.keep_likely(scores, arrays(top_p=1e-50), sorts=True)[0])
+    assert kept.tolist() == [False] * (V - 1) + [True]
+
+
 def test_kind_is_what_the_settings_need():
     assert Sampling().kind == Kind(draws=False, sorts=False, penalises=False)
     assert Sampling(temperature=1.0, min_p=0.1).kind == Kind(

@@ -142,11 +142,12 @@ def keep_likely(
         ranked = -jnp.sort(-scores, axis=1)
         kth = jnp.take_along_axis(ranked, settings.top_k[:, None] - 1, axis=1)
         ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)
-        # A token stays while those before it have less than top_p together: the best always does.
+        # A token stays while those before it have less than top_p together. The best always does,
+        # also where float32 makes 0 of top_p.
         probabilities = jax.nn.softmax(ranked, axis=1)
         before = jnp.cumsum(probabilities, axis=1) - probabilities
         count = jnp.sum(before < settings.top_p[:, None], axis=1, keepdims=True)
-        last = jnp.take_along_axis(ranked, count - 1, axis=1)
+        last = jnp.take_along_axis(ranked, jnp.maximum(count, 1) - 1, axis=1)
         threshold = jnp.maximum(threshold, jnp.maximum(kth, last)[:, 0])
     return jnp.where(scores >= threshold[:, None], scores, -jnp.inf)
 
