@@ -163,6 +163,18 @@ def test_attention_that_the_kernel_cannot_do_is_left_alone_with_the_reason(model
     assert re.search(reason, miss.reason)
 
 
+def test_a_pattern_that_is_off_is_not_reported_as_missed():
+    assert fused(softcapped, *QKV).misses
+    assert fused(softcapped, *QKV, patterns={"gemm"}).misses == ()
+
+
+def test_integers_and_empty_values_are_no_patterns():
+    def model(x, ids):
+        return x[:, :0] @ jnp.ones((D, D)) + jnp.ones((1, 1, D)), ids @ ids.T + ids[:1]
+
+    assert fused(model, tokens(), jnp.ones((D, D), jnp.int32)).matches == ()
+
+
 @pytest.fixture
 def cudnn(monkeypatch):
     """Lets code that asks for cuDNN be traced where there is none."""

@@ -163,7 +163,7 @@ def _is_product(reading: Reading, atom: Atom) -> bool:
     operation = reading.maker(atom)
     if operation is None or operation.primitive != "dot_general":
         return False
-    return not any(map(reading.is_weight, operation.inputs))
+    return all(reading.is_float(a) and not reading.is_weight(a) for a in operation.inputs)
 
 
 def _is_near_product(reading: Reading, atom: Atom) -> bool:

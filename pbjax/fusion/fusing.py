@@ -53,7 +53,8 @@ def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
     batch sizes are rewritten alike.
 
     Args:
-      graph: A traced function.
+      graph: A function, traced for a Hopper GPU as this call must be too: for any other device
+        kernels are their plain form.
       patterns: "all", "none", or names out of `PATTERNS`.
 
     Returns:
@@ -139,22 +140,27 @@ class _Search:
             if index in self._taken or len(operations[index].outputs) != 1:
                 continue
             (value,) = operations[index].outputs
-            if self.reading.uncast(value, widened=True) != value:
+            if self.reading.uncast(value, widened=True) != value or not self._fits(value):
                 continue
             if self.reading.is_view(value) and not views:
                 continue
             try:
                 found = find(self.reading, value)
             except Mismatch as mismatch:
-                if self.reading.is_view(value):
-                    continue  # what it is a view of says it again
                 pattern, where = mismatch.pattern or name, describe(operations[index])
+                # Of a view, what it is a view of says it again.
+                if pattern not in enabled or self.reading.is_view(value):
+                    continue
                 miss = Miss(pattern=pattern, where=where, reason=str(mismatch))
                 self._missed.append((miss, mismatch.anchors))
                 continue
             if found is None or found.pattern not in enabled or found.replaced & self._taken:
                 continue
             self._take(found)
+
+    def _fits(self, value: int) -> bool:
+        """Whether kernels have results of this kind: floats, and some of them."""
+        return self.reading.is_float(value) and 0 not in self.reading.shape(value)
 
     def join(self) -> None:
         """Joins what is left of products of one input."""

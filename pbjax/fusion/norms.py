@@ -163,7 +163,9 @@ def _mean_of(reading: Reading, coefficient: float, value: int) -> tuple[Atom, in
 def _match(reading, value, x, centred, eps, sums, scale, bias, takes_sum) -> Match | None:
     x = reading.uncast(x, widened=True)
     shape = reading.shape(value)
-    if reading.shape(x) != shape or len(shape) < 2 or reading.is_weight(x) or eps < 0:
+    if reading.shape(x) != shape or len(shape) < 2 or reading.is_weight(x) or not eps >= 0:
+        return None
+    if not reading.is_float(x):
         return None
     kind = "layer_norm" if centred else "rms_norm"
     if not centred and bias is not None:

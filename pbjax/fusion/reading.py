@@ -160,22 +160,22 @@ class Reading:
         )
 
     def dtype(self, atom: Atom) -> np.dtype:
-        """The dtype of a value."""
-        return cast(Aval, atom.aval if isinstance(atom, Literal) else self.graph.avals[atom]).dtype
+        """The dtype of a value that is an array of numbers."""
+        return self._aval(atom).dtype
 
     def is_float(self, atom: Atom) -> bool:
         """Whether it is a floating value, 16-bit kinds among them."""
-        return jnp.issubdtype(self.dtype(atom), jnp.floating)
+        return jnp.issubdtype(self._aval(atom).dtype, jnp.floating)
 
     def is_view(self, atom: Atom) -> bool:
         """Whether it is another value without loss: what reads it can be followed back past it."""
-        operation = self.maker(atom)
-        return (operation is not None and operation.primitive in VIEWS) or (
-            self.uncast(atom, widened=True) != atom
-        )
+        return self.primitive(atom) in VIEWS or self.uncast(atom, widened=True) != atom
+
+    def _aval(self, atom: Atom) -> Aval:
+        return cast(Aval, atom.aval if isinstance(atom, Literal) else self.graph.avals[atom])
 
     def _is_bool(self, atom: Atom) -> bool:
-        return self.dtype(atom) == np.dtype(bool)
+        return self._aval(atom).dtype == np.dtype(bool)
 
     def depends(self, atom: Atom, on: int) -> bool:
         """Whether a value is computed from another."""
@@ -200,6 +200,8 @@ class Reading:
         return self._constants[atom]
 
     def _computed(self, atom: int) -> np.ndarray | None:
+        if jnp.issubdtype(self._aval(atom).dtype, jax.dtypes.extended):
+            return None  # Keys of random numbers have no values.
         operation = self.maker(atom)
         if operation is None:
             first = self.graph.num_weights - len(self.graph.constants)
@@ -222,7 +224,7 @@ class Reading:
             atom = operation.inputs[0]
         if self.source(atom) != Source.CONSTANT or math.prod(self.shape(atom)) != 1:
             return None
-        if not jnp.issubdtype(self.dtype(atom), jnp.number) and not self._is_bool(atom):
+        if not jnp.issubdtype(self._aval(atom).dtype, jnp.number) and not self._is_bool(atom):
             return None
         value = self.constant(atom)
         return None if value is None or np.iscomplexobj(value) else float(value.reshape(()))
