@@ -89,6 +89,11 @@ def targets_hopper() -> bool:
     return any(name in _target_kind() for name in ("H100", "H200", "H800", "GH200", "H20"))
 
 
+def targets_cpu() -> bool:
+    """Whether the program being traced is for a CPU."""
+    return _target_kind() == "cpu"
+
+
 def num_sms() -> int:
     """Returns the SM count of the target GPU, or that of an H200 where there is no GPU."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device

@@ -160,6 +160,13 @@ def test_xla_gives_zero_where_no_key_counts():
     assert not np.any(np.asarray(attention(*args, **terms, implementation="xla"), np.float32))
 
 
+def test_f16_compiles_for_a_cpu():
+    args, terms = operands(shape(16, 16), dtype=jnp.float16)
+    actual = jax.jit(functools.partial(attention, **terms))(*args)
+    assert actual.dtype == jnp.float16
+    assert_close(actual, attention_reference(*args, **terms), reduction=16 * 64)
+
+
 def test_default_is_xla_without_a_gpu():
     args, terms = operands(shape(16, 16))
     text = jax.jit(functools.partial(attention, **terms)).lower(*args).as_text()

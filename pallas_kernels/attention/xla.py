@@ -5,7 +5,9 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import dispatch
 
 
 def attention_xla(
@@ -22,7 +24,7 @@ def attention_xla(
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
 ) -> Float[Array, "B T N H"]:
-    """Runs jax.nn.dot_product_attention with every term materialised; see api.attention."""
+    """Attends with every term materialised; see api.attention."""
     row = position = jnp.arange(q.shape[1])[None, :, None]
     if query_starts is not None:
         position = position + query_starts[:, None, None]
@@ -41,15 +43,7 @@ def attention_xla(
         distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
         alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
         bias = alibi if bias is None else bias.astype(jnp.float32) + alibi
-    out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=None if mask is None else mask[:, None],
-        scale=scale,
-        implementation="xla",
-    )
+    out = _attend(q, k, v, bias, None if mask is None else mask[:, None], scale)
     if mask is None:
         return out
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
@@ -78,13 +72,25 @@ def attention_packed_xla(
     if alibi_slopes is not None:
         distance = jnp.abs(token[:, None] - token[None]).astype(jnp.float32)
         bias = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance[None, None]
-    out = jax.nn.dot_product_attention(
-        q[None],
-        k[None],
-        v[None],
-        bias=bias,
-        mask=mask[None, None],
-        scale=scale,
-        implementation="xla",
-    )[0]
+    out = _attend(q[None], k[None], v[None], bias, mask[None, None], scale)[0]
     return jnp.where(mask.any(1)[:, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    bias: Float[Array, "_ N T S"] | None,
+    mask: Bool[Array, "_ 1 _ S"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Runs jax.nn.dot_product_attention, in f32 for f16 on a CPU.
+
+    It asks for products of f16 summed in f32, which XLA does not compile for a CPU.
+    """
+    dtype = q.dtype
+    if dtype == jnp.float16 and dispatch.targets_cpu():
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=mask, scale=scale, implementation="xla"
+    ).astype(dtype)

@@ -124,8 +124,8 @@ def check_scale(q, scale: float | None) -> float:
         return 1 / math.sqrt(q.shape[-1])
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(
-            f"decode_attention(scale={scale}): the kernel takes maxima before it scales; a positive "
-            "finite number is allowed; correct it"
+            f"decode_attention(scale={scale}): the kernel takes maxima before it scales; a "
+            "positive finite number is allowed; correct it"
         )
     return float(scale)
 
