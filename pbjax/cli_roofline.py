@@ -120,6 +120,8 @@ def roofline(
     ] = False,
 ) -> None:
     """Predict what bounds each part of a model on a device; needs neither weights nor a GPU."""
+    _require_owner("--latency-ms", latency_ms, "--study", study)
+    _require_owner("--draft", draft, "--what-if", what_if)
     subject = _subject(model, device, dtype, attention)
     phases = (phase,) if phase else subject.shape.phases
     reports = [subject.report(name, batch, seq) for name in phases]
@@ -142,6 +144,15 @@ def roofline(
         _write(reports, curves, texts, document, (html, figures))
     for report in reports:
         _require_room(report)
+
+
+def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
+    """Raises InputError where an option has no effect."""
+    if value is not None and not given:
+        raise InputError(
+            f"pbjax roofline {option} {value}: it is for {owner}, which is absent; both or neither "
+            f"are allowed; add {owner}"
+        )
 
 
 def _subject(model: str, device: str, dtype: str, attention: str) -> _Subject:

@@ -80,6 +80,8 @@ def test_study_and_what_if_answer_in_words_and_in_json():
         (("vit-base", "--device", "h200", "--seq", 7), 2, "leave it out"),
         (("minilm", "--device", "h200", "--seq", 8, "--phase", "decode"), 2, "no phase 'decode'"),
         (("minilm", "--device", "h200", "--seq", 8, "--study"), 2, "generates"),
+        (("gpt2", "--device", "h200", "--seq", 8, "--latency-ms", 5), 2, "add --study"),
+        (("gpt2", "--device", "h200", "--seq", 8, "--draft", "gpt2"), 2, "add --what-if"),
         (("minilm", "--device", "h200", "--seq", 8, "--dtype", "int3"), 2, "supported are"),
         (("gpt2", "--device", "rtx 4090", "--seq", 1024, "--batch", 800), 1, "24.0 GB"),
     ],
