@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pbjax.errors import FileError, InputError
-from pbjax.preprocessor import positive
+from pbjax.preprocessor import positive, whole
 
 # What Parakeet's features add before the logarithm and to the deviation.
 LOG_GUARD, STD_GUARD = 2.0**-24, 1e-5
@@ -113,14 +113,20 @@ class MelSettings:
     @classmethod
     def read(cls, settings: Mapping[str, object], name: str) -> "MelSettings":
         """Reads the fields of a preprocessor_config.json; see `extract_features`."""
-        return cls(
-            num_mels=int(positive(settings, "feature_size", 80, name)),
-            sampling_rate=int(positive(settings, "sampling_rate", 16000, name)),
-            hop=int(positive(settings, "hop_length", 160, name)),
-            fft_size=int(positive(settings, "n_fft", 512, name)),
-            window=int(positive(settings, "win_length", 400, name)),
+        how = cls(
+            num_mels=whole(settings, "feature_size", 80, name),
+            sampling_rate=whole(settings, "sampling_rate", 16000, name),
+            hop=whole(settings, "hop_length", 160, name),
+            fft_size=whole(settings, "n_fft", 512, name),
+            window=whole(settings, "win_length", 400, name),
             preemphasis=positive(settings, "preemphasis", 0.97, name),
         )
+        if how.window > how.fft_size:
+            raise InputError(
+                f"{name}: win_length of preprocessor_config.json is {how.window} and n_fft "
+                f"{how.fft_size}; a frame must fit its transform; fetch the file again"
+            )
+        return how
 
 
 def log_mels(samples: Float[np.ndarray, " T"], how: MelSettings) -> Float[np.ndarray, "frames _"]:

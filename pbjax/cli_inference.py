@@ -222,9 +222,9 @@ def transcribe(
     models = import_module("models")
     settings, vocabulary = models.load_preprocessor(model), models.load_vocabulary(model)
     from pbjax import audio
-    from pbjax.preprocessor import positive
+    from pbjax.preprocessor import whole
 
-    rate = int(positive(settings, "sampling_rate", 16000, str(model)))
+    rate = whole(settings, "sampling_rate", 16000, str(model))
     samples = [audio.read_wav(path, rate) for path in wav]
     network = _load(model, dtype)
     blank = getattr(network.config, "blank_id", None)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pbjax.errors import FileError, InputError
-from pbjax.preprocessor import positive
+from pbjax.preprocessor import positive, whole
 
 # Of Hugging Face's ViTImageProcessor, where the file leaves a field out.
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -85,9 +85,10 @@ def _size(settings: Mapping[str, object], name: str) -> tuple[int, int]:
     """Height and width; one number in files of old, for both."""
     size = settings.get("size", 224)
     if isinstance(size, int):
-        return size, size
+        side = whole({"size": size}, "size", 224, name)
+        return side, side
     if isinstance(size, Mapping) and {"height", "width"} <= set(size):
-        return int(size["height"]), int(size["width"])
+        return whole(size, "height", 224, name), whole(size, "width", 224, name)
     raise InputError(
         f"{name}: size of preprocessor_config.json is {size!r}; a number or height and width are "
         "supported; resize the image and call the model from Python"
@@ -101,7 +102,16 @@ def _channels(
     num_channels: int,
     name: str,
 ) -> Float[np.ndarray, "1 1 C"]:
-    value = np.asarray(settings.get(field) or default[:num_channels], np.float64).reshape(-1)
+    given = settings.get(field) or default[:num_channels]
+    try:
+        value = np.asarray(given, np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        value = np.array([np.nan])
+    if not np.isfinite(value).all() or (field == "image_std" and not value.all()):
+        raise InputError(
+            f"{name}: {field} of preprocessor_config.json is {given!r}; numbers are needed, and no "
+            "0 to divide by; fetch the file again"
+        )
     if len(value) not in (1, num_channels):
         raise InputError(
             f"{name}: {field} of preprocessor_config.json has {len(value)} values; the model takes "

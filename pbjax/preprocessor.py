@@ -1,5 +1,6 @@
 """Fields of a checkpoint's preprocessor_config.json, for images and audio alike."""
 
+import math
 from collections.abc import Mapping
 
 from pbjax.errors import InputError
@@ -12,9 +13,24 @@ def positive(settings: Mapping[str, object], field: str, default: float | int, n
       InputError: It is no positive number.
     """
     value = settings.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(
             f"{name}: {field} of preprocessor_config.json is {value!r}; a positive number is "
             "needed; fetch the file again"
         )
     return float(value)
+
+
+def whole(settings: Mapping[str, object], field: str, default: int, name: str) -> int:
+    """Returns a field that counts something, or the default of the feature extractor's class.
+
+    Raises:
+      InputError: It is no whole number of 1 or more.
+    """
+    value = positive(settings, field, default, name)
+    if not value.is_integer():
+        raise InputError(
+            f"{name}: {field} of preprocessor_config.json is {value!r}; a whole number is needed; "
+            "fetch the file again"
+        )
+    return int(value)

@@ -84,6 +84,12 @@ def test_settings_can_turn_everything_off(expected, picture):
         ({"do_center_crop": True}, "m: do_center_crop is set"),
         (VIT | {"resample": 9}, "m: resample .* is 9; 0 to 5"),
         (VIT | {"rescale_factor": "x"}, "m: rescale_factor .* is 'x'; a positive number"),
+        (VIT | {"rescale_factor": float("nan")}, "m: rescale_factor .* is nan"),
+        (VIT | {"size": 0}, "m: size .* is 0; a positive number"),
+        (VIT | {"size": {"height": "a", "width": 8}}, "m: height .* is 'a'"),
+        (VIT | {"size": {"height": 8, "width": 8.5}}, "m: width .* is 8.5; a whole number"),
+        (VIT | {"image_std": [0, 1, 1]}, "m: image_std .* no 0 to divide by"),
+        (VIT | {"image_mean": ["a", 1, 1]}, "m: image_mean .* numbers are needed"),
         (VIT | {"image_mean": [0.5, 0.5]}, "image_mean .* has 2 values; the model takes 3"),
     ],
 )
@@ -194,6 +200,19 @@ def test_file_that_is_no_wav_is_refused(tmp_path):
     for name in ("a.wav", "e.wav", "missing.wav"):
         with pytest.raises(FileError, match=f"{name}: not readable as WAV"):
             audio.read_wav(tmp_path / name, 16000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hop_length": 0.5}, "m: hop_length .* is 0.5; a whole number"),
+        ({"sampling_rate": float("inf")}, "m: sampling_rate .* is inf; a positive number"),
+        ({"win_length": 1024}, "m: win_length .* is 1024 and n_fft 512"),
+    ],
+)
+def test_frames_that_cannot_be_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        audio.MelSettings.read(change, "m")
 
 
 def test_features_that_are_not_here_are_refused():
