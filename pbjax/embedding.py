@@ -19,6 +19,7 @@ from pbjax.buckets import Buckets
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.functional import shared_method
 from pbjax.packing import Packing, pack
+from pbjax.texts import check_unicode
 
 Pooling = Literal["mean", "first"]
 type Texts = Sequence[str] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
@@ -207,6 +208,7 @@ def _encode(
             f"embed(tokenizer): it has {tokenizer.get_vocab_size()} tokens, the model {vocab_size};"
             " no more than the model's are allowed; load it from the model's folder"
         )
+    check_unicode("embed(texts)", texts)
     tokenizer.no_padding()
     tokenizer.enable_truncation(limit)
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from pbjax.errors import FileError
+from pbjax.errors import FileError, InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,24 @@ def read_sentences(path: Path, count: int | None) -> list[str]:
             "--batch or add lines"
         )
     return sentences[:count]
+
+
+def check_unicode(asked: str, texts: Sequence[str]) -> None:
+    """Refuses texts that are no Unicode, such as bytes of another encoding in a command's arguments.
+
+    Args:
+      asked: What the texts were given as, for the message.
+      texts: The texts.
+
+    Raises:
+      InputError: A text holds half of a surrogate pair.
+    """
+    for number, text in enumerate(texts):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise InputError(
+                f"{asked}: text {number} is {text!a}, which is no Unicode; texts of whole characters "
+                "are allowed; decode the bytes by their encoding"
+            )
 
 
 def encode(tokenizer, sentences: Sequence[str], seq_len: int) -> Encoded:

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from pbjax.buckets import Buckets
 from pbjax.errors import InputError, InputTypeError
+from pbjax.texts import check_unicode
 
 SMALLEST_BUCKET, BUCKET_MULTIPLE = 16, 8
 # Of models whose positions have no end; longer sequences get arrays of their own length.
@@ -109,6 +110,7 @@ def _encode(texts, attention_mask, tokenizer) -> list[Sequence[int]]:
             f"generate(prompts): texts and a {other[0]} among them; all are texts or all are "
             "token ids; convert them"
         )
+    check_unicode("generate(prompts)", texts)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
