@@ -57,7 +57,7 @@ def read_sentences(path: Path, count: int | None) -> list[str]:
 
 
 def check_unicode(asked: str, texts: Sequence[str]) -> None:
-    """Refuses texts that are no Unicode, such as bytes of another encoding in a command's arguments.
+    """Refuses texts that are no Unicode, such as a command's arguments in another encoding.
 
     Args:
       asked: What the texts were given as, for the message.
@@ -69,8 +69,8 @@ def check_unicode(asked: str, texts: Sequence[str]) -> None:
     for number, text in enumerate(texts):
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise InputError(
-                f"{asked}: text {number} is {text!a}, which is no Unicode; texts of whole characters "
-                "are allowed; decode the bytes by their encoding"
+                f"{asked}: text {number} is {text!a}, which is no Unicode; texts of whole "
+                "characters are allowed; decode the bytes by their encoding"
             )
 
 
