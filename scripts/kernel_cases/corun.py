@@ -147,6 +147,8 @@ def _attention_case(shape: AttentionPairShape, dtype: str, sm_budget: int) -> Ca
             {"reduction": shape.k, "function_error": GELU_ERROR},
             {"reduction": attention.num_keys, "roundings": 1},
         ),
+        flops=2 * shape.m * shape.k * shape.n * (1 + shape.gated),
+        num_bytes=attention.cache_bytes,
     )
 
 
