@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from flax import nnx
 
-from pallas_kernels.dispatch import require_hopper
+from pallas_kernels.dispatch import targets_hopper
 
 Attention = Literal["pallas", "cudnn", "xla"]
 Other = Literal["pallas", "xla"]
@@ -76,7 +76,7 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
       A module that is called in the same way and returns the same up to rounding.
     """
     if kernels is None:
-        kernels = HOPPER if _on_hopper() else PLAIN
+        kernels = HOPPER if targets_hopper() else PLAIN
     copy = nnx.merge(*nnx.split(model))
     if kernels != PLAIN:
         for _, module in list(nnx.iter_modules(copy)):
@@ -84,11 +84,3 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
                 module.arrange_weights()
     copy.set_attributes(kernels=kernels)
     return copy
-
-
-def _on_hopper() -> bool:
-    try:
-        require_hopper("with_kernels")
-    except NotImplementedError:
-        return False
-    return True

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis, analyse
-from pbjax.classify import classify
+from pbjax.contest import NOISE_FACTOR
 from pbjax.device import Device
 from pbjax.functional import Model
 from pbjax.phases import Phases
@@ -23,16 +23,12 @@ from pbjax.step_programs import (
     compile_woven,
     differences,
     find_state,
-    weave_at,
     woven_ways,
 )
 from pbjax.step_reports import StepReport
 from pbjax.timing import Timing
 from pbjax.weave import Role
 from pbjax.woven import items
-
-# A woven program is kept only if it gains more than this many times the spread of the timings.
-NOISE_FACTOR = 2.0
 
 
 def optimize_step(
@@ -100,14 +96,13 @@ def _compiled(
     phases: Phases,
 ) -> list[StepProgram]:
     """The unsplit program; the best way to weave, first with the same kernels in sequence."""
-    graph = analysis.graph
-    alone = sum(item.seconds for item in items(graph, classify(graph, analysis.device)))
+    alone = sum(label.seconds for label in analysis.labels)
     best = ways[:1]
     total = 1 + 2 * len(best)
     with phases.phase("compile", total) as report:
         steps = [compile_unsplit(analysis, whole, leaves, alone)]
         for way in best:
-            for name, order in (("sequential", weave_at(analysis, way.sizes, 0.0)), ("woven", way)):
+            for name, order in (("sequential", way.in_sequence()), ("woven", way)):
                 report(len(steps), total, name)
                 steps.append(compile_woven(analysis, whole, leaves, order, name))
     return steps
@@ -172,8 +167,7 @@ def _report(
     plan: Plan,
     phases: Phases,
 ) -> StepReport:
-    graph = analysis.graph
-    roles = [item.role for item in items(graph, classify(graph, analysis.device))]
+    roles = [item.role for item in items(analysis.graph, analysis.labels)]
     return StepReport(
         model=analysis.model.name,
         device_kind=analysis.device.kind,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,21 @@ class WovenWay:
 
     Attributes:
       sizes: Rows of each.
+      lanes: The operations of each.
       launches: What runs, in order.
       predicted_s: Seconds of the launches, by the bounds of their operations.
       riding: Share of the guests' seconds that rides in a host.
     """
 
     sizes: tuple[int, int]
+    lanes: tuple[tuple[Item, ...], tuple[Item, ...]]
     launches: tuple[Launch, ...]
     predicted_s: float
     riding: float
+
+    def in_sequence(self) -> "WovenWay":
+        """The same sub-batches with every operation in a launch of its own."""
+        return _woven(self.sizes, self.lanes, capacity=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,25 +130,27 @@ def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> S
 
 def woven_ways(analysis: Analysis) -> tuple[WovenWay, ...]:
     """Ways to weave the batch, the one predicted to be fastest first; none if nothing can ride."""
+
+    @cache
+    def items_at(size: int) -> tuple[Item, ...]:
+        graph = analysis.program_at(size).graph
+        return items(graph, classify(graph, analysis.device))
+
     batch_size = analysis.batch.batch_size
     sizes = [(first, batch_size - first) for first in _first_sizes(batch_size)]
-    ways = [way for way in (weave_at(analysis, pair) for pair in sizes) if way.riding > 0]
-    return tuple(sorted(ways, key=lambda way: way.predicted_s))
+    woven = [_woven((a, b), (items_at(a), items_at(b))) for a, b in sizes]
+    return tuple(sorted((way for way in woven if way.riding > 0), key=lambda way: way.predicted_s))
 
 
-def weave_at(analysis: Analysis, sizes: tuple[int, int], capacity: float = CAPACITY) -> WovenWay:
-    """The woven way of two sub-batches.
-
-    Args:
-      analysis: The function.
-      sizes: Rows of each sub-batch, PROBE_SIZE or more.
-      capacity: Of `weave`; 0 runs every operation in a launch of its own.
-    """
-    first, second = (analysis.program_at(size).graph for size in sizes)
-    lanes = [items(graph, classify(graph, analysis.device)) for graph in (first, second)]
-    launches = weave(lanes[0], lanes[1], capacity)
+def _woven(
+    sizes: tuple[int, int],
+    lanes: tuple[tuple[Item, ...], tuple[Item, ...]],
+    capacity: float = CAPACITY,
+) -> WovenWay:
+    launches = weave(*lanes, capacity=capacity)
     return WovenWay(
         sizes=sizes,
+        lanes=lanes,
         launches=launches,
         predicted_s=predicted_s(launches, lanes),
         riding=_riding(launches, lanes),

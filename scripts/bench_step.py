@@ -8,10 +8,9 @@ timed. Prints the report of each optimised step, one table, and one line of JSON
 """
 
 import argparse
-import datetime
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -22,6 +21,7 @@ import models
 import pbjax
 from models.kernels import with_kernels
 from models.kv_cache import KVCache
+from pbjax.provenance import provenance_here
 
 FULL_LAYERS, VOCAB_SIZE = 32, 1024
 
@@ -45,7 +45,9 @@ def main() -> None:
     print("batch  context  unsplit ms  in sequence  woven  woven over unsplit  tokens/s  rows")
     for row in rows:
         print(line(row))
-    result = {"schema_version": 1, "provenance": provenance(args), "rows": rows}
+    command = " ".join(["python", *sys.argv])
+    provenance = provenance_here(jax.devices()[0].device_kind, command)
+    result = {"schema_version": 1, "provenance": asdict(provenance), "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
@@ -112,19 +114,6 @@ def line(row: dict) -> str:
         f"{woven * 1e3:6.3f} {unsplit / woven:18.3f}x {row['tokens_per_s_at_32_layers']:9,d}  "
         f"{'+'.join(map(str, row['sizes']))}"
     )
-
-
-def provenance(args: argparse.Namespace) -> dict:
-    """Where the figures come from."""
-    device = jax.devices()[0]
-    return {
-        "device_kind": device.device_kind,
-        "platform_version": " ".join(device.client.platform_version.split()),
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        "layers": args.layers,
-        "command": " ".join(["python", *sys.argv]),
-    }
 
 
 if __name__ == "__main__":
