@@ -12,6 +12,7 @@ from models.bert import BertModel
 from models.bert_config import ARCHITECTURES, MASKED_LM, POOLER, BertConfig
 from models.hf_config import ConfigFields
 from models.keymap import Dropped, Family, Leaf, Tie, embedding, linear, norm
+from models.probing import probe
 
 HEAD = "cls.predictions"
 
@@ -79,15 +80,7 @@ def _example(config: BertConfig) -> dict[str, np.ndarray]:
 
 
 def _probe(model: BertModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    if output.pooler_output is not None:
-        values["pooler_output"] = output.pooler_output
+    values = probe(model, inputs)
     if model.masked_lm_head is not None:
         values["logits"] = model.masked_lm(**inputs)
     return values

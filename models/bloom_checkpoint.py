@@ -5,8 +5,9 @@ from functools import partial
 from flax import nnx
 
 from models.bloom import BloomConfig, BloomModel
-from models.decoder_checkpoint import describe, example, probe
+from models.decoder_checkpoint import describe, example
 from models.keymap import Family, Leaf, Tie, embedding, linear, norm
+from models.probing import probe
 
 
 def key_map(config: BloomConfig) -> tuple[Leaf, ...]:

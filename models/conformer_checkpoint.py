@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from models.conformer_config import ConformerConfig
 from models.keymap import Dropped, Family, Leaf, batch_norm, linear, norm, pointwise
+from models.probing import probe
 from models.wav2vec2_conformer import (
     Wav2Vec2ConformerConfig,
     Wav2Vec2ConformerModel,
@@ -118,19 +118,6 @@ def _example(config: Wav2Vec2ConformerConfig) -> dict[str, np.ndarray]:
     return {"input_values": (audio * mask).astype(np.float32), "attention_mask": mask}
 
 
-def _probe(
-    model: Wav2Vec2ConformerModel, inputs: Mapping[str, Array | np.ndarray]
-) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
-
-
 def _token_mask(
     config: Wav2Vec2ConformerConfig, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray | None:
@@ -166,6 +153,6 @@ FAMILY = Family(
     ),
     ties=(),
     example=_example,
-    probe=_probe,
+    probe=probe,
     token_mask=_token_mask,
 )

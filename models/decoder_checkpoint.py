@@ -1,9 +1,6 @@
-"""What the checkpoints of all causal decoders share: their description and fixed forward pass."""
-
-from collections.abc import Mapping
+"""What the checkpoints of all causal decoders share: their description and example inputs."""
 
 import numpy as np
-from jaxtyping import Array
 
 from models.bloom import BloomConfig, BloomModel
 from models.gpt2 import GPT2Config, GPT2Model
@@ -32,15 +29,3 @@ def positioned_example(config: GPT2Config | LlamaConfig) -> dict[str, np.ndarray
     inputs = example(config.vocab_size, min(16, config.max_seq_len))
     positions = np.maximum(inputs["attention_mask"].cumsum(1) - 1, 0).astype(np.int32)
     return inputs | {"position_ids": positions}
-
-
-def probe(model: Decoder, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    """Returns the values of a forward pass that conversions store and compare."""
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}

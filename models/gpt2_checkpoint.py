@@ -2,9 +2,10 @@
 
 from flax import nnx
 
-from models.decoder_checkpoint import describe, positioned_example, probe
+from models.decoder_checkpoint import describe, positioned_example
 from models.gpt2 import GPT2Config, GPT2Model
 from models.keymap import Dropped, Family, Leaf, Tie, conv1d, embedding, norm
+from models.probing import probe
 
 
 def key_map(config: GPT2Config) -> tuple[Leaf, ...]:

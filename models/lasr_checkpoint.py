@@ -5,11 +5,11 @@ from functools import partial
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from models.keymap import Dropped, Family, Leaf, batch_norm, linear, pointwise, scale_norm
 from models.lasr import LasrModel, frame_mask
 from models.lasr_config import NUM_CONVOLUTIONS, LasrConfig, least_frames
+from models.probing import probe
 
 WIDTH, MLP = "encoder_config.hidden_size", "encoder_config.intermediate_size"
 CHANNELS = "encoder_config.subsampling_conv_channels"
@@ -93,17 +93,6 @@ def _example(config: LasrConfig) -> dict[str, np.ndarray]:
     return {"input_features": mels.astype(np.float32), "attention_mask": mask}
 
 
-def _probe(model: LasrModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
-
-
 def _token_mask(config: LasrConfig, inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
     mask = inputs.get("attention_mask")
     return None if mask is None else np.asarray(frame_mask(config, mask))
@@ -128,6 +117,6 @@ FAMILY = Family(
     ),
     ties=(),
     example=_example,
-    probe=_probe,
+    probe=probe,
     token_mask=_token_mask,
 )

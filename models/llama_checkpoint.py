@@ -4,9 +4,10 @@ from functools import partial
 
 from flax import nnx
 
-from models.decoder_checkpoint import describe, positioned_example, probe
+from models.decoder_checkpoint import describe, positioned_example
 from models.keymap import Dropped, Family, Leaf, Tie, embedding, linear
 from models.llama import LlamaConfig, LlamaModel
+from models.probing import probe
 
 
 def key_map(config: LlamaConfig) -> tuple[Leaf, ...]:

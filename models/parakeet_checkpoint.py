@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from models.keymap import Dropped, Family, Leaf, batch_norm, linear, norm, pointwise
 from models.parakeet import ParakeetConfig, ParakeetModel, frame_mask
+from models.probing import probe
 
 WIDTH, MLP = "encoder_config.hidden_size", "encoder_config.intermediate_size"
 CHANNELS = "encoder_config.subsampling_conv_channels"
@@ -109,17 +109,6 @@ def _example(config: ParakeetConfig) -> dict[str, np.ndarray]:
     return {"input_features": mels.astype(np.float32), "attention_mask": mask}
 
 
-def _probe(model: ParakeetModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    return values if output.logits is None else values | {"logits": output.logits}
-
-
 def _token_mask(config: ParakeetConfig, inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
     mask = inputs.get("attention_mask")
     return None if mask is None else np.asarray(frame_mask(config, mask))
@@ -144,6 +133,6 @@ FAMILY = Family(
     ),
     ties=(),
     example=_example,
-    probe=_probe,
+    probe=probe,
     token_mask=_token_mask,
 )

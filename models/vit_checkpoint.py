@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
 from models.hf_config import ConfigFields
 from models.keymap import Dropped, Family, Leaf, linear, norm
+from models.probing import probe
 from models.vit import ARCHITECTURES, FEATURES, ViTConfig, ViTModel
 
 
@@ -79,18 +79,6 @@ def _example(config: ViTConfig) -> dict[str, np.ndarray]:
     return {"pixel_values": (steps.reshape(shape) / 127.5 - 1).astype(np.float32)}
 
 
-def _probe(model: ViTModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    states = model.hidden_states(**inputs)
-    output = model(**inputs)
-    values = {
-        "hidden_embedding": states[0],
-        "hidden_block_0": states[1],
-        "last_hidden_state": output.last_hidden_state,
-    }
-    heads = {"pooler_output": output.pooler_output, "logits": output.logits}
-    return values | {name: value for name, value in heads.items() if value is not None}
-
-
 FAMILY = Family(
     model_type="vit",
     config=ViTConfig,
@@ -106,5 +94,5 @@ FAMILY = Family(
     dropped=(Dropped(label="pooler", pattern=r"pooler\.dense\.(weight|bias)"),),
     ties=(),
     example=_example,
-    probe=_probe,
+    probe=probe,
 )
