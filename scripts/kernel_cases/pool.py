@@ -49,7 +49,8 @@ def run(
         try:
             item, result = queue.get(timeout=5)
         except Empty:
-            if not all(process.is_alive() for process in processes):
+            # A worker that has done its share ends with 0 while the others still compile.
+            if any(process.exitcode for process in processes):
                 for process in processes:
                     process.terminate()
                 raise SystemExit("a worker process died; its output is above") from None
