@@ -95,6 +95,30 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
     return found[0] if found[0] is not _CPU_CORE else _scaled(found[0], num_cores)
 
 
+def check_sm_budgets(asked: str, budgets: Mapping[str, int], device_kind: str) -> None:
+    """Refuses budgets that kernels running side by side cannot have.
+
+    Args:
+      asked: What the budgets are given to, for the message.
+      budgets: SMs for each resource class that has a budget, by the class's name.
+      device_kind: As jax names it; of a CPU, and of a kind without figures, any number is taken.
+
+    Raises:
+      InputError: A class is unknown, or the device has fewer SMs.
+    """
+    sms = {device.kind: device.num_sms for device in _DEVICES if device is not _CPU_CORE}
+    limit = sms.get(device_kind)
+    classes = {kind.value for kind in ResourceClass}
+    fits = limit is None or sum(budgets.values()) <= limit
+    if fits and classes >= budgets.keys() and all(budget >= 1 for budget in budgets.values()):
+        return
+    most = "" if limit is None else f", together at most {limit} on {device_kind!r},"
+    raise InputError(
+        f"{asked}: sm_budgets {dict(budgets)}; budgets of 1 SM or more{most} for "
+        f"{', '.join(ResourceClass)} are allowed; correct them, or leave them out for no budget"
+    )
+
+
 def devices() -> tuple[Device, ...]:
     """All devices whose figures are known; a CPU as one core."""
     return _DEVICES

@@ -3,15 +3,16 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
 from pbjax.files import read_json, write_atomically
 from pbjax.schedule import MAX_SUB_BATCHES
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 type Decision = Literal["split", "unsplit"]
 
@@ -48,6 +49,9 @@ class Plan:
       batch_size: Rows of the batch.
       sizes: Rows of each sub-batch of the split program.
       staggers: How many stages of the block each sub-batch runs ahead.
+      sm_budgets: By the name of a resource class, how many SMs the kernels of its stages may fill
+        in a slot of the split program that has stages of several classes. Where a stage runs alone
+        or beside its own class, and for a class that is not named, they may fill all.
       unroll: Blocks in one step of the loop.
       compiler_options: Of the split program.
       decision: Which program runs.
@@ -77,6 +81,7 @@ class Plan:
     measured: Seconds
     max_difference: float | None
     date: str
+    sm_budgets: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         """Refuses sizes that are no split of the batch, and what cannot be run."""
@@ -93,6 +98,7 @@ class Plan:
                 "split has two sizes or more, and a step one block or more; correct the plan or "
                 "search again"
             )
+        check_sm_budgets(f"Plan(sizes={self.sizes})", self.sm_budgets, self.device_kind)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all.
@@ -105,15 +111,15 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan.
+        """Reads a plan; one of schema_version 1 has no SM budgets.
 
         Raises:
           FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
             names the place.
         """
         remedy = (
-            f"a plan of schema_version {SCHEMA_VERSION} is allowed; restore the file, or leave "
-            "out plan= to search again"
+            f"a plan of schema_version 1 or {SCHEMA_VERSION} is allowed; restore the file, or "
+            "leave out plan= to search again"
         )
         return read_json(Path(path), _File, remedy).plan
 
@@ -124,5 +130,5 @@ class _File:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     plan: Plan

@@ -46,6 +46,31 @@ def test_saved_plan_reads_back_equal(tmp_path, plan):
     assert Plan.load(tmp_path / "a" / "plan.json") == plan
 
 
+def test_plan_of_the_schema_before_budgets_has_none(tmp_path):
+    def as_version_1(document):
+        document["schema_version"] = 1
+        del document["plan"]["sm_budgets"]
+
+    assert Plan.load(edited(tmp_path, as_version_1)) == PLAN
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "cpu", "NVIDIA of tomorrow"])
+def test_budgets_are_kept(tmp_path, kind):
+    plan = replace(PLAN, device_kind=kind, sm_budgets={"TENSOR": 84, "MEMORY": 48})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    "budgets", [{"TENSOR": 85, "MEMORY": 48}, {"TENSOR": 0}, {"CUDA": -1}, {"tensor": 8}], ids=str
+)
+def test_budgets_that_the_device_cannot_give_are_refused(budgets):
+    message = refused(
+        lambda: replace(PLAN, device_kind="NVIDIA H200", sm_budgets=budgets), InputError
+    )
+    assert "132" in message
+
+
 def test_path_may_be_text(tmp_path):
     PLAN.save(str(tmp_path / "plan.json"))
     assert Plan.load(str(tmp_path / "plan.json")) == PLAN
@@ -90,7 +115,7 @@ def edited(tmp_path, edit):
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
-        (lambda d: d.update(schema_version=2), "schema_version"),
+        (lambda d: d.update(schema_version=3), "schema_version"),
         (lambda d: d.pop("schema_version"), "schema_version"),
         (lambda d: d.update(more=1), "more"),
         (lambda d: d.pop("plan"), "plan"),
@@ -101,6 +126,8 @@ def edited(tmp_path, edit):
         (lambda d: d["plan"].update(sizes=[3, 2]), "plan"),
         (lambda d: d["plan"].update(batch_size="6"), "plan.batch_size"),
         (lambda d: d["plan"].update(decision="maybe"), "plan.decision"),
+        (lambda d: d["plan"].update(sm_budgets={"TENSOR": 8.5}), "plan.sm_budgets.TENSOR"),
+        (lambda d: d["plan"].update(sm_budgets={"SM": 8}), "plan"),
         (lambda d: d["plan"]["measured"].update(fast=1.0), "plan.measured.fast"),
         (lambda d: d["plan"]["measured"].update(split="fast"), "plan.measured.split"),
     ],
