@@ -6,16 +6,17 @@ the wall clock around calls that are queued back to back. Stages are fed with wh
 before them really computed. What a profile does with the figures is in `profiling`.
 """
 
-import glob
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 from jax import lax
 from jaxtyping import Array
 
+from pbjax.device_trace import Kernel, read_kernels, union_length
 from pbjax.errors import DeviceError
 from pbjax.execution import Lane, WeightLayout, overlap_options, run_inline
 from pbjax.profile_rows import measured_size
@@ -163,7 +164,8 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
         return time_function(function, *args)
     wall_s = time_function(function, *args, samples=1).median_s
     calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(wall_s)))
-    return summary(busy_seconds(_traced_kernels(function, args, calls), calls))
+    kernels = traced_kernels(function, args, calls)
+    return summary(busy_seconds([(k.start_s, k.end_s) for k in kernels], calls))
 
 
 def _calls_per_sample(seconds_per_call: float) -> int:
@@ -178,23 +180,14 @@ def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _traced_kernels(
-    function: Callable, args: Sequence[object], calls: int
-) -> list[tuple[float, float]]:
-    """Start and end, in seconds, of every kernel that some calls ran on the GPU."""
+def traced_kernels(function: Callable, args: Sequence[object], calls: int) -> tuple[Kernel, ...]:
+    """Every kernel that some calls, queued back to back, ran on the GPU; none elsewhere."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # events of the interpreter would outnumber the kernels
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             _sample(function, args, calls)
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        trace = jax.profiler.ProfileData.from_file(path)
-    return [
-        (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-        for plane in trace.planes
-        if plane.name.startswith("/device:GPU:")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
+        return read_kernels(Path(folder))
 
 
 def busy_seconds(kernels: Sequence[tuple[float, float]], calls: int) -> list[float]:
@@ -215,15 +208,6 @@ def busy_seconds(kernels: Sequence[tuple[float, float]], calls: int) -> list[flo
         )
     ordered = sorted(kernels)
     return [union_length(ordered[i : i + each]) for i in range(0, len(ordered), each)]
-
-
-def union_length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals, each (start, end): what overlaps counts once."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def summary(seconds: Sequence[float]) -> Timing:

@@ -4,28 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels.testing import assert_close
 from pbjax import timing
 from pbjax.analysis import analyse
 from pbjax.device import find_device
+from pbjax.device_trace import union_length
 from pbjax.errors import DeviceError
-from pbjax.timing import StageTimer, busy_seconds, time_alternately, time_function, union_length
+from pbjax.timing import StageTimer, busy_seconds, time_alternately, time_function
 
 from .networks import NETWORKS
-
-INTERVALS = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda p: (float(p[0]), float(sum(p)))),
-    max_size=12,
-)
-
-
-@given(INTERVALS)
-def test_union_counts_every_moment_once(intervals):
-    moments = {m for start, end in intervals for m in range(int(start), int(end))}
-    assert union_length(intervals) == len(moments)
 
 
 @pytest.mark.parametrize(
