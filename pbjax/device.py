@@ -1,8 +1,8 @@
 """Peak rates of the devices that a program can be planned for.
 
-Figures are datasheet peaks without sparsity, with accumulation in float32; what a kernel reaches is
-measured and stands in a profile, never here. The kind comes in as a string, so that a plan can be
-made for a device that is not there.
+Figures are datasheet peaks without sparsity, with accumulation in float32; what a machine was
+measured to reach stands in `ceilings`. The kind comes in as a string, so that a plan can be made
+for a device that is not there.
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,11 @@ class Device:
       source: Where the figures come from, and how far to trust them.
       link_bytes_per_s: Peak rate at which it sends to other devices of its kind while it receives
         as much: NVLink where there is one, else PCIe; None if it stands alone.
+      attention_flops_per_s: Rate of fused attention by the head's width; empty for that of a
+        contraction. A datasheet has none.
+      functions_per_s: Evaluations of a transcendental function by its JAX primitive; one that is
+        missing takes as long as in `classify`. A datasheet has none.
+      launch_s: What each kernel takes beside its work; 0 in a datasheet.
     """
 
     kind: str
@@ -46,6 +51,9 @@ class Device:
     memory_bytes: int
     source: str
     link_bytes_per_s: float | None = None
+    attention_flops_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
+    functions_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    launch_s: float = 0.0
 
     def contraction_flops_per_s(self, dtype: str) -> float:
         """Peak rate of a contraction; a dtype that no tensor core takes runs at the vector rate."""

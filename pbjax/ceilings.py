@@ -1,0 +1,137 @@
+"""What a machine was measured to reach, in place of the peaks of its datasheet.
+
+`pbjax calibrate` measures ceilings and writes them to a file; those of some devices ship with
+pbjax. Rooflines, classes and predictions take a `Device`, whichever figures it holds:
+`Ceilings.applied_to` gives one with measured rates, and `calibrated` finds the file by itself.
+Nothing is measured here.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pbjax.device import Device
+from pbjax.errors import DeviceError, InputError
+from pbjax.files import read_json, write_atomically
+from pbjax.profile_rows import Provenance
+from pbjax.profiling import find_profile
+
+NAME = "ceilings"
+REMEDY = "ceilings of schema_version 1 are allowed; measure again by `pbjax calibrate`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Rates that a machine was measured to reach, kept up for as long as a program runs.
+
+    Attributes:
+      provenance: Where and how they were measured.
+      tensor_flops_per_s: Of a large square product, by dtype name.
+      attention_flops_per_s: Of fused attention in bfloat16 by the head's width; empty where it was
+        not measured.
+      cuda_flops_per_s: Of multiply-adds in float32 outside of products, two FLOPs each.
+      functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive.
+      memory_bytes_per_s: Of a large copy, bytes read and written together.
+      launch_s: What a kernel takes that does next to nothing, behind another.
+    """
+
+    provenance: Provenance
+    tensor_flops_per_s: Mapping[str, float]
+    attention_flops_per_s: Mapping[int, float] = field(default_factory=dict)
+    cuda_flops_per_s: float
+    functions_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    launch_s: float
+
+    def __post_init__(self):
+        """Raises InputError where a rate is not positive."""
+        tables = (self.tensor_flops_per_s, self.attention_flops_per_s, self.functions_per_s)
+        rates = [rate for table in tables for rate in table.values()]
+        rates += [self.cuda_flops_per_s, self.memory_bytes_per_s, self.launch_s]
+        if not self.tensor_flops_per_s or not all(0 < rate < float("inf") for rate in rates):
+            raise InputError(
+                f"Ceilings: the lowest rate is {min(rates):g}; rates above 0, and one of products "
+                "at least, are allowed; measure again by `pbjax calibrate`"
+            )
+
+    def applied_to(self, device: Device) -> Device:
+        """The device with these rates; a dtype that was not measured keeps its share of the peak.
+
+        Args:
+          device: With the figures of its datasheet.
+
+        Raises:
+          DeviceError: They were measured on another kind of device.
+        """
+        where = self.provenance
+        if where.device_kind != device.kind:
+            raise DeviceError(
+                f"ceilings of {where.device_kind!r} for {device.kind!r}: another kind; the one "
+                "they were measured on is allowed; measure this one by `pbjax calibrate`"
+            )
+        peaks, measured = device.tensor_flops_per_s, self.tensor_flops_per_s
+        shares = [measured[dtype] / peaks[dtype] for dtype in measured if dtype in peaks]
+        share = sum(shares) / len(shares) if shares else 1.0
+        return replace(
+            device,
+            tensor_flops_per_s={d: share * peak for d, peak in peaks.items()} | dict(measured),
+            attention_flops_per_s=dict(self.attention_flops_per_s),
+            cuda_flops_per_s=self.cuda_flops_per_s,
+            functions_per_s=dict(self.functions_per_s),
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            launch_s=self.launch_s,
+            source=f"measured by pbjax calibrate, {where.date[:10]}",
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes them as JSON.
+
+        Raises:
+          FileError: The file cannot be written.
+        """
+        data = {"schema_version": 1, "ceilings": asdict(self)}
+        write_atomically(Path(path), json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Ceilings":
+        """Reads what `save` wrote.
+
+        Raises:
+          FileError: The file is missing, corrupt or of a foreign schema; the message names the
+            place.
+        """
+        return read_json(Path(path), _File, REMEDY).ceilings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What a file holds."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    schema_version: Literal[1]
+    ceilings: Ceilings
+
+
+def user_folder() -> Path:
+    """Where `pbjax calibrate` writes unless told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "pbjax" / "profiles"
+
+
+def calibrated(device: Device) -> Device:
+    """The device at what it was measured to reach; as it is where nobody has measured its kind.
+
+    `pbjax calibrate` on this machine goes before the ceilings that ship with pbjax.
+
+    Args:
+      device: With the figures of its datasheet.
+
+    Raises:
+      FileError: The file is corrupt.
+    """
+    path = find_profile(device.slug, NAME, (user_folder(),)) or find_profile(device.slug, NAME)
+    return device if path is None else Ceilings.load(path).applied_to(device)
