@@ -19,8 +19,6 @@ type Interval = tuple[float, float]
 # Kernels that keep the Tensor Cores busy, by parts of their names: ours, cuBLAS's, cuDNN's, XLA's.
 # Decode attention reads a cache and multiplies little: it counts as memory-bound.
 _TENSOR = re.compile(r"gemm|nvjet|xmma|cutlass|fprop|attention|sdpa|fmha", re.IGNORECASE)
-    r"gemm|nvjet|xmma|cutlass|wgmma|fprop|attention|sdpa|fmha|_dot_", re.IGNORECASE
-)
 _MEMORY = re.compile(r"decode_attention", re.IGNORECASE)
 
 
