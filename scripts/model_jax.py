@@ -1,4 +1,4 @@
-"""Our side of the model benchmark: one row in a process of its own, started by bench_models.py.
+"""Our side of the model benchmark: one row in a process of its own, started by bench_peers.py.
 
 Compiles every variant of the row and runs each once, says READY, waits for a line, then measures
 and prints one line of JSON per variant, and at the end DONE.

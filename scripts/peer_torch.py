@@ -4,7 +4,7 @@
 Full size, bfloat16, inference mode, SDPA attention where the class has it; weights and inputs are
 hashed by the rule of model_rows.py and so equal ours bit for bit. Modes: eager, inductor
 (torch.compile), max-autotune (the same with autotuned templates and CUDA graphs), reduce-overhead
-(CUDA graphs). Alone it prints one line of JSON per row and mode; bench_models.py runs it beside
+(CUDA graphs). Alone it prints one line of JSON per row and mode; bench_peers.py runs it beside
 ours:
 
     python scripts/peer_torch.py --rows bert vit --modes eager inductor

@@ -5,8 +5,8 @@ Every row of model_rows.py has a process for ours (model_jax.py) and one or more
 (peer_torch.py). All compile at the same time; once all are ready they measure one after the other,
 a row's side by side. Weights, inputs and batches are the same, and outputs are compared.
 
-    python scripts/bench_models.py --out profiles/nvidia_h200/bench_models.json
-    python scripts/bench_models.py --tiny --peer-python OTHER_PYTHON    # a try without a GPU
+    python scripts/bench_peers.py --out profiles/nvidia_h200/bench_models.json
+    python scripts/bench_peers.py --tiny --peer-python OTHER_PYTHON    # a try without a GPU
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--variants", nargs="+", default=["library", "with_kernels"])
     parser.add_argument("--trace", nargs="*", default=["with_kernels"])
-    parser.add_argument("--modes", nargs="*", default=["eager", "inductor"], help="of PyTorch")
+    parser.add_argument("--peers", nargs="*", default=["eager", "inductor"], help="of PyTorch")
     parser.add_argument("--ready-within", type=int, default=300, help="seconds for compiling")
     parser.add_argument("--split", type=int, default=1, help="processes for the variants of a row")
     parser.add_argument("--peer-python", default=sys.executable)
@@ -130,9 +130,9 @@ def start_row(name: str, args: argparse.Namespace, folder: str) -> list[Worker]:
         traced = [v for v in args.trace if v in variants]
         workers.append(Worker([*command, "--variants", *variants, "--trace", *traced]))
     # Modes with CUDA graphs keep memory of their own, so that they get a process.
-    if modes := [m for m in args.modes if m in ("eager", "inductor")]:
+    if modes := [m for m in args.peers if m in ("eager", "inductor")]:
         workers.append(Worker([*peer(name, modes, args, common), "--truth"]))
-    for mode in (m for m in args.modes if m not in ("eager", "inductor")):
+    for mode in (m for m in args.peers if m not in ("eager", "inductor")):
         workers.append(Worker(peer(name, [mode], args, common)))
     return workers
 

@@ -75,7 +75,7 @@ def test_every_row_has_a_tensor_for_every_weight(script):
 
 @pytest.mark.parametrize(("error", "agrees"), [(1e-3, True), (0.5, False)])
 def test_outputs_agree_where_roundings_explain_the_difference(script, tmp_path, error, agrees):
-    bench, rows = script("bench_models"), script("model_rows")
+    bench, rows = script("bench_peers"), script("model_rows")
     row = rows.get_row("bert", tiny=True)
     truth = np.random.default_rng(0).normal(size=(2, 8, 16))
     np.save(tmp_path / "torch bert float32.npy", truth)
