@@ -3,8 +3,8 @@
 
 Seconds are the device time of all launches of a call, from CUPTI; kernel and opponents take turns,
 and the median over the turns counts. Inputs smaller than the L2 cache rotate among several sets.
-Where a case asks for it, 24 calls back to back are timed by the wall clock too: that includes gaps,
-and the lower clock of sustained power.
+Where a case asks for it, calls back to back for a second are timed by the wall clock too, with the
+SMs' clock and the joules of a call: a long run is bound by the power that the card may draw.
 
     python scripts/bench_kernels.py [--kernels gemm norm] [--pattern bert] [--out
 profiles/nvidia_h200/bench_kernels.json]
@@ -21,8 +21,10 @@ import time
 from pathlib import Path
 
 from kernel_cases import MODULES, load_cases, pool
+from kernel_cases.energy import Meter
 
-ROUNDS, LAUNCHES, WALL_CALLS = 5, 3, 24
+ROUNDS, LAUNCHES = 5, 3
+WARM_S, SUSTAINED_S, WALL_CALLS = 0.4, 1.0, 24
 ROTATE_BYTES = 240 << 20  # Four times the L2 cache of an H200.
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
@@ -32,6 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", default=MODULES)
     parser.add_argument("--pattern", default="", help="only cases whose name holds this")
+    parser.add_argument(
+        "--sustained", action="store_true", help="a second back to back for every case"
+    )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
     parser.add_argument("--out", type=Path)
@@ -40,8 +45,9 @@ def main() -> None:
     cases = load_cases(kernels, args.pattern)
     items = [i for i, case in enumerate(cases) if case.opponents]
     prepare = functools.partial(_prepare, kernels, args.pattern)
+    measure = functools.partial(_measure, args.sustained)
     rows, provenance = [], {}
-    for index, result in pool.run(prepare, _measure, items, args.workers, quiet=True):
+    for index, result in pool.run(prepare, measure, items, args.workers, quiet=True):
         if isinstance(result, str):
             print(f"{cases[index].kernel} {cases[index].name} FAILED {result}", flush=True)
             continue
@@ -76,8 +82,8 @@ def _prepare(kernels, pattern, index):
     return case, make, compiled
 
 
-def _measure(_, prepared):
-    """Returns {name: {"device": seconds, "wall": seconds}} and the provenance of the device."""
+def _measure(sustained, _, prepared):
+    """Returns {name: {"device": seconds, ...}} and the provenance of the device."""
     import jax
 
     case, make, compiled = prepared
@@ -88,9 +94,9 @@ def _measure(_, prepared):
         for name, function in compiled.items():
             times[name] += _device_seconds(function, sets)
     measured = {name: {"device": statistics.median(t)} for name, t in times.items()}
-    if case.wall:
+    if case.sustained or sustained:
         for name, function in compiled.items():
-            measured[name]["wall"] = _wall_seconds(function, sets)
+            measured[name] |= _sustained(function, sets)
     client = jax.devices()[0].client
     provenance = {
         "device_kind": jax.devices()[0].device_kind,
@@ -121,18 +127,31 @@ def _device_seconds(function, sets) -> list[float]:
     return [1e-3 * sum(milliseconds[i * per_call : (i + 1) * per_call]) for i in range(LAUNCHES)]
 
 
-def _wall_seconds(function, sets) -> float:
+def _sustained(function, sets) -> dict[str, float]:
+    """Wall seconds and joules of a call, and the clock in MHz, while calls follow each other."""
     import jax
 
-    def calls() -> float:
-        start = time.perf_counter()
-        for i in range(WALL_CALLS):
-            result = function(*sets[i % len(sets)])
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / WALL_CALLS
+    meter = Meter()
 
-    calls()
-    return statistics.median(calls() for _ in range(ROUNDS))
+    def calls_for(seconds: float) -> tuple[int, list[int]]:
+        calls, clocks, start = 0, [], time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            for i in range(WALL_CALLS):
+                result = function(*sets[i % len(sets)])
+            clocks.append(meter.read().clock_mhz)
+            jax.block_until_ready(result)
+            calls += WALL_CALLS
+        return calls, clocks
+
+    calls_for(WARM_S)
+    joules, start = meter.read().joules, time.perf_counter()
+    calls, clocks = calls_for(SUSTAINED_S)
+    seconds = time.perf_counter() - start
+    return {
+        "wall": seconds / calls,
+        "joules": (meter.read().joules - joules) / calls,
+        "mhz": statistics.median(clocks),
+    }
 
 
 def _rows(case, measured) -> list[dict]:
@@ -153,12 +172,13 @@ def _rows(case, measured) -> list[dict]:
             "flops_per_s": float(f"{case.flops / ours['device']:.4g}"),
             "bytes_per_s": float(f"{case.num_bytes / ours['device']:.4g}"),
         }
-        if case.wall:
+        if "wall" in ours:
             row |= {
-                "ours_wall_s": float(f"{ours['wall']:.4g}"),
-                "opponent_wall_s": float(f"{theirs['wall']:.4g}"),
-                "speedup_wall": round(theirs["wall"] / ours["wall"], 3),
+                f"{side}_{quantity}": float(f"{found[key]:.4g}")
+                for side, found in (("ours", ours), ("opponent", theirs))
+                for key, quantity in (("wall", "wall_s"), ("joules", "joules"), ("mhz", "mhz"))
             }
+            row["speedup_wall"] = round(theirs["wall"] / ours["wall"], 3)
         rows.append(row)
     return rows
 
@@ -169,7 +189,13 @@ def _line(row) -> str:
         if row["flops_per_s"]
         else f"{row['bytes_per_s'] / 1e12:5.2f} TB/s   "
     )
-    wall = f", wall {row['speedup_wall']:.3f}x" if "speedup_wall" in row else ""
+    wall = ""
+    if "speedup_wall" in row:
+        wall = f", sustained {row['speedup_wall']:.3f}x: " + " against ".join(
+            f"{row[f'{side}_wall_s'] * 1e6:.0f} us, {row[f'{side}_joules']:.2f} J, "
+            f"{row[f'{side}_joules'] / row[f'{side}_wall_s']:.0f} W, {row[f'{side}_mhz']:.0f} MHz"
+            for side in ("ours", "opponent")
+        )
     return (
         f"{row['kernel']:9s} {row['case']:44s} {row['ours_s'] * 1e6:8.1f} us {rate} "
         f"{row['share_of_bound']:4.0%} of bound, {row['speedup']:.3f}x {row['opponent']} "

@@ -32,7 +32,7 @@ class Case:
       opponents: What the kernel is timed against, by name; none: it is only checked.
       flops: Of one run.
       num_bytes: Least bytes that one run reads and writes.
-      wall: Whether to time back-to-back launches by the wall clock too.
+      sustained: Whether to time calls back to back for a second too, with clock and energy.
     """
 
     kernel: str
@@ -45,7 +45,7 @@ class Case:
     opponents: dict[str, Callable[..., Any]] = field(default_factory=dict)
     flops: int = 0
     num_bytes: int = 0
-    wall: bool = False
+    sustained: bool = False
 
     @property
     def bound_s(self) -> float:

@@ -85,7 +85,7 @@ def _case(shape: CorunShape, dtype: str, sm_budget: int | None) -> Case:
         },
         flops=2 * shape.m * shape.k * shape.n,
         num_bytes=2 * moved,
-        wall=True,
+        sustained=True,
     )
 
 
@@ -272,7 +272,7 @@ def _layer_case(shape: DecodeLayerShape) -> Case:
         },
         flops=2 * shape.batch_size * weights,
         num_bytes=2 * (weights + cache),
-        wall=True,
+        sustained=True,
     )
 
 
