@@ -35,6 +35,7 @@ class Ceilings:
       cuda_flops_per_s: Of multiply-adds in float32 outside of products, two FLOPs each.
       functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive.
       memory_bytes_per_s: Of a large copy, bytes read and written together.
+      weight_bytes_per_s: Of a product of a few rows, which waits for its weights.
       launch_s: What a kernel takes that does next to nothing, behind another.
     """
 
@@ -44,13 +45,15 @@ class Ceilings:
     cuda_flops_per_s: float
     functions_per_s: Mapping[str, float]
     memory_bytes_per_s: float
+    weight_bytes_per_s: float
     launch_s: float
 
     def __post_init__(self):
         """Raises InputError where a rate is not positive."""
         tables = (self.tensor_flops_per_s, self.attention_flops_per_s, self.functions_per_s)
         rates = [rate for table in tables for rate in table.values()]
-        rates += [self.cuda_flops_per_s, self.memory_bytes_per_s, self.launch_s]
+        rates += [self.cuda_flops_per_s, self.memory_bytes_per_s, self.weight_bytes_per_s]
+        rates += [self.launch_s]
         if not self.tensor_flops_per_s or not all(0 < rate < float("inf") for rate in rates):
             raise InputError(
                 f"Ceilings: the lowest rate is {min(rates):g}; rates above 0, and one of products "
@@ -82,6 +85,7 @@ class Ceilings:
             cuda_flops_per_s=self.cuda_flops_per_s,
             functions_per_s=dict(self.functions_per_s),
             memory_bytes_per_s=self.memory_bytes_per_s,
+            weight_bytes_per_s=self.weight_bytes_per_s,
             launch_s=self.launch_s,
             source=f"measured by pbjax calibrate, {where.date[:10]}",
         )

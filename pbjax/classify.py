@@ -149,10 +149,10 @@ def _label(operation: Operation, device: Device) -> Label:
         labels = [_nested([branch], cost, 1, device) for branch in params["branches"]]
         return max(labels, key=lambda label: label.seconds)
     if operation.primitive == KERNEL and not _contracts(params["plain"]):
-        return _other(cost, device)
+        return _other(operation, cost, device)
     if operation.primitive in _CONTRACTIONS and cost.known:
         return _contraction(operation, cost, device)
-    return _other(cost, device)
+    return _other(operation, cost, device)
 
 
 def _nested(bodies: Sequence, cost: Cost, count: int, device: Device) -> Label:
@@ -173,7 +173,7 @@ def _nested(bodies: Sequence, cost: Cost, count: int, device: Device) -> Label:
 def _contraction(operation: Operation, cost: Cost, device: Device) -> Label:
     dtype = str(getattr(operation.equation.invars[0].aval, "dtype", ""))
     if _free_rows(operation) < MIN_ROWS:
-        return _other(cost, device)
+        return _other(operation, cost, device)
     memory_s = cost.bytes / device.memory_bytes_per_s
     compute_s = cost.flops / device.contraction_flops_per_s(dtype)
     bound = cost.intensity > device.ridge_point(dtype)
@@ -205,10 +205,13 @@ def _shape(atom: object) -> tuple[int, ...]:
     return getattr(getattr(atom, "aval", None), "shape", ())
 
 
-def _other(cost: Cost, device: Device) -> Label:
+def _other(operation: Operation, cost: Cost, device: Device) -> Label:
     memory_s = cost.bytes / device.memory_bytes_per_s
     work = FLOPS_PER_OPERATION * cost.flops + FLOPS_PER_TRANSCENDENTAL * cost.transcendentals
     compute_s = work / device.cuda_flops_per_s
+    if operation.primitive in device.functions_per_s:
+        evaluations = math.prod(_shape(operation.equation.outvars[0]))
+        compute_s = evaluations / device.functions_per_s[operation.primitive]
     resource = ResourceClass.MEMORY if memory_s >= compute_s else ResourceClass.CUDA
     return _computed(resource, cost, memory_s, ResourceClass.CUDA, compute_s)
 

@@ -39,6 +39,8 @@ class Device:
         contraction. A datasheet has none.
       functions_per_s: Evaluations of a transcendental function by its JAX primitive; one that is
         missing takes as long as in `classify`. A datasheet has none.
+      weight_bytes_per_s: Bandwidth of a product that waits for its operands; None for that of the
+        memory.
       launch_s: What each kernel takes beside its work; 0 in a datasheet.
     """
 
@@ -53,6 +55,7 @@ class Device:
     link_bytes_per_s: float | None = None
     attention_flops_per_s: Mapping[int, float] = field(default_factory=dict, hash=False)
     functions_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    weight_bytes_per_s: float | None = None
     launch_s: float = 0.0
 
     def contraction_flops_per_s(self, dtype: str) -> float:

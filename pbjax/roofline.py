@@ -21,6 +21,7 @@ from pbjax.functional import Model, functional
 from pbjax.repetition import Repetition, find_repetition
 from pbjax.roofline_names import Namer, leaf_names
 from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
+from pbjax.roofline_times import attention_slowdown, bandwidth
 from pbjax.roofline_traffic import (
     CONTRACTIONS,
     Holds,
@@ -235,18 +236,26 @@ class _Counter:
             traffic = sum((moved.traffic[place] for place in places), Traffic())
             traffic = traffic.times(repeats)
             contracts = tensor or operation.primitive in CONTRACTIONS
+            kind = _kind(operation, moved, section.start + i, contracts)
+            if kind == "attention" and tensor and self._fuse:
+                compute_s *= attention_slowdown(operation, self._device)
+            # What attention was measured at has its softmax in it.
+            inside = moved.regions[section.start + i] is not None and self._fuse
+            measured = inside and bool(self._device.attention_flops_per_s)
+            launches = repeats * sum(moved.launches[place] for place in places)
             point = Point(
                 stage=namer.stages[i],
                 name=namer.groups[i],
-                kind=_kind(operation, moved, section.start + i, contracts),
+                kind=kind,
                 repeats=repeats * len(places),
                 operations=1,
                 dtype=_dtype(operation) if contracts else "",
                 flops=repeats * sum(cost.flops + cost.transcendentals for cost in costs),
                 traffic=traffic,
                 tensor_s=compute_s if tensor else 0.0,
-                cuda_s=0.0 if tensor else compute_s,
-                memory_s=traffic.total / self._device.memory_bytes_per_s,
+                cuda_s=0.0 if tensor or measured else compute_s,
+                memory_s=traffic.total / bandwidth(self._device, kind),
+                launch_s=launches * self._device.launch_s,
             )
             self.points.append(point)
 

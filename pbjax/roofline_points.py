@@ -74,6 +74,7 @@ class Point:
       tensor_s: Seconds of tensor cores at their peak.
       cuda_s: Seconds of other arithmetic at its peak.
       memory_s: Seconds that the bytes take at peak bandwidth.
+      launch_s: What its kernels take beside their work; 0 by a datasheet.
     """
 
     stage: str
@@ -87,11 +88,12 @@ class Point:
     tensor_s: float
     cuda_s: float
     memory_s: float
+    launch_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """What it takes at least: the longest of the three, which a kernel can overlap."""
-        return max(self.tensor_s, self.cuda_s, self.memory_s)
+        """The longest of the three, which a kernel can overlap, and the launches."""
+        return max(self.tensor_s, self.cuda_s, self.memory_s) + self.launch_s
 
     @property
     def resource(self) -> ResourceClass:
@@ -311,7 +313,7 @@ def merged(points: Sequence[Point]) -> tuple[Point, ...]:
 def _sum(a: Point, b: Point) -> Point:
     added: Mapping[str, float] = {
         name: getattr(a, name) + getattr(b, name)
-        for name in ("flops", "tensor_s", "cuda_s", "memory_s")
+        for name in ("flops", "tensor_s", "cuda_s", "memory_s", "launch_s")
     }
     return Point(
         stage=a.stage,

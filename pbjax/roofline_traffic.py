@@ -53,6 +53,7 @@ class Moved:
         are made from nothing.
       holds: What each value holds.
       temporary_bytes: Results of operations that are in memory when most are.
+      launches: Whether a kernel ends with an operation.
     """
 
     traffic: tuple[Traffic, ...]
@@ -61,6 +62,7 @@ class Moved:
     roots: tuple[tuple[int, ...], ...]
     holds: tuple[Holds, ...]
     temporary_bytes: int
+    launches: tuple[bool, ...]
 
 
 def measure_traffic(graph: Graph, leaves: Sequence[Holds], *, fuse_attention: bool) -> Moved:
@@ -85,6 +87,7 @@ def measure_traffic(graph: Graph, leaves: Sequence[Holds], *, fuse_attention: bo
         roots=tuple(tuple(sorted(roots)) for roots in values.roots),
         holds=tuple(values.holds),
         temporary_bytes=charges.temporary_bytes(),
+        launches=charges.launches(),
     )
 
 
@@ -226,6 +229,11 @@ class _Charges:
             if isinstance(atom, int):
                 self._return(atom)
         self.traffic = [Traffic(**amounts.parts) for amounts in self._amounts]
+
+    def launches(self) -> tuple[bool, ...]:
+        """Whether a unit that moves anything ends at each operation."""
+        moving = {u for u, moved in zip(self._units, self.traffic, strict=True) if moved.total}
+        return tuple(u in moving and self._ends[u] == i for i, u in enumerate(self._units))
 
     def temporary_bytes(self) -> int:
         """The most that is alive at once of what operations have written."""

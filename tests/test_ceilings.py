@@ -27,6 +27,7 @@ FOUND = Ceilings(
     cuda_flops_per_s=50e12,
     functions_per_s={"exp": 3e12},
     memory_bytes_per_s=3e12,
+    weight_bytes_per_s=2.5e12,
     launch_s=2e-6,
 )
 H100 = find_device(HERE.device_kind)

@@ -1,0 +1,269 @@
+"""Measures what this machine reaches: `Ceilings` of its products, bandwidth, functions, launches.
+
+Each figure is that of a program that runs for a while, back to back, by the wall clock: a GPU that
+multiplies for long falls back to what its power allows, and so do models. Compiling all programs
+takes longer than running them, so they compile side by side.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pbjax.ceilings import Ceilings
+from pbjax.errors import DeviceError
+from pbjax.provenance import provenance_here
+
+COMMAND = "pbjax calibrate"
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "exp": lax.exp,
+    "log": lax.log,
+    "logistic": lax.logistic,
+    "rsqrt": lax.rsqrt,
+    "sin": lax.sin,
+    "sqrt": lax.sqrt,
+    "tanh": lax.tanh,
+}
+# In one kernel, so that reading and writing the numbers is nothing beside it.
+EVALUATIONS, MULTIPLY_ADDS = 32, 512
+CHAIN = 64  # kernels that wait for each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+      products: Rows and columns of square matrices, by dtype name.
+      thin: Rows of a product whose weights are read, their inner and outer size.
+      elements: Numbers that functions are evaluated of.
+      copied: Numbers of float32 that are copied.
+      heads: Widths of attention's heads; none where nothing fuses it.
+      seconds: How long each program runs.
+    """
+
+    products: dict[str, int]
+    thin: tuple[int, int, int]
+    elements: int
+    copied: int
+    heads: tuple[int, ...]
+    seconds: float
+
+
+GPU = Sizes(
+    products={d: 8192 for d in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")},
+    thin=(16, 8192, 28672),
+    elements=1 << 24,
+    copied=1 << 28,
+    heads=(64, 128),
+    seconds=0.5,
+)
+CPU = Sizes(
+    products={"bfloat16": 512, "float32": 1024},
+    thin=(16, 2048, 8192),
+    elements=1 << 20,
+    copied=1 << 25,
+    heads=(),
+    seconds=0.2,
+)
+ATTENTION = (16, 1024, 16)  # rows, tokens and heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A program and how much of what it does.
+
+    Attributes:
+      name: What is measured, as the table and key of a field of `Ceilings`.
+      function: The program.
+      shapes: Of its operands.
+      amount: FLOPs, bytes, evaluations or kernels of one call.
+      optional: Whether a device may be without it.
+    """
+
+    name: tuple[str, str]
+    function: Callable[..., Array]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    amount: int
+    optional: bool = False
+
+
+def calibrate(
+    device_kind: str,
+    progress: Callable[[str, int, int, str], None] | None = None,
+    *,
+    sizes: Sizes | None = None,
+) -> Ceilings:
+    """Measures the first device of JAX.
+
+    Args:
+      device_kind: What the device is called, as in `Device.kind`.
+      progress: Called as progress(phase, done, total, item).
+      sizes: How much is measured; None takes what suits a GPU or a CPU.
+
+    Returns:
+      The ceilings. A dtype that nothing on the device multiplies is left out.
+
+    Raises:
+      DeviceError: Something that every device does fails on this one.
+    """
+    sizes = sizes or (GPU if jax.default_backend() == "gpu" else CPU)
+    say = progress or (lambda phase, done, total, item: None)
+    cases = _cases(sizes)
+    say("compile", 0, len(cases), "")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(_compiled, cases))
+    found: dict[str, dict[str, float]] = {}
+    for done, (case, program) in enumerate(zip(cases, programs, strict=True)):
+        say("measure", done, len(cases), "/".join(case.name))
+        if program is not None:
+            table, key = case.name
+            seconds = _sustained(program, _operands(case.shapes), sizes.seconds)
+            found.setdefault(table, {})[key] = _four_digits(case.amount / seconds)
+    single = {table: rates[""] for table, rates in found.items() if "" in rates}
+    return Ceilings(
+        provenance=provenance_here(device_kind, COMMAND),
+        tensor_flops_per_s=found["products"],
+        attention_flops_per_s={int(h): r for h, r in found.get("attention", {}).items()},
+        cuda_flops_per_s=single["multiply-adds"],
+        functions_per_s=found["functions"],
+        memory_bytes_per_s=single["copy"],
+        weight_bytes_per_s=single["weights"],
+        launch_s=_four_digits(1 / single["launches"]),
+    )
+
+
+def _cases(sizes: Sizes) -> list[_Case]:
+    vector = (jax.ShapeDtypeStruct((sizes.elements,), jnp.float32),)
+    cases = [_product(dtype, n) for dtype, n in sizes.products.items()]
+    cases += [_attention(width) for width in sizes.heads]
+    cases += [
+        _Case(
+            name=("functions", name),
+            function=_repeated(function, EVALUATIONS),
+            shapes=vector,
+            amount=EVALUATIONS * sizes.elements,
+        )
+        for name, function in FUNCTIONS.items()
+    ]
+    rows, inner, outer = sizes.thin
+    half = jnp.bfloat16
+    thin = jax.ShapeDtypeStruct((rows, inner), half), jax.ShapeDtypeStruct((inner, outer), half)
+    tiny = jax.ShapeDtypeStruct((64, 64), half)
+    return [
+        *cases,
+        _Case(
+            name=("multiply-adds", ""),
+            function=_repeated(lambda x: x * 0.75 + 0.25, MULTIPLY_ADDS),
+            shapes=vector,
+            amount=2 * MULTIPLY_ADDS * sizes.elements,
+        ),
+        _Case(
+            name=("copy", ""),
+            function=jnp.negative,
+            shapes=(jax.ShapeDtypeStruct((sizes.copied,), jnp.float32),),
+            amount=2 * 4 * sizes.copied,
+        ),
+        _Case(name=("weights", ""), function=jnp.dot, shapes=thin, amount=2 * inner * outer),
+        _Case(name=("launches", ""), function=_chain, shapes=(tiny, tiny), amount=CHAIN),
+    ]
+
+
+def _product(dtype: str, size: int) -> _Case:
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    wide = jnp.int32 if whole else jnp.float32 if dtype == "float32" else jnp.bfloat16
+    operand = jax.ShapeDtypeStruct((size, size), jnp.dtype(dtype))
+    return _Case(
+        name=("products", dtype),
+        function=lambda a, b: jnp.dot(a, b, preferred_element_type=wide),
+        shapes=(operand, operand),
+        amount=2 * size**3,
+        optional=dtype not in ("bfloat16", "float32"),
+    )
+
+
+def _attention(width: int) -> _Case:
+    rows, tokens, heads = ATTENTION
+    operand = jax.ShapeDtypeStruct((rows, tokens, heads, width), jnp.bfloat16)
+    return _Case(
+        name=("attention", str(width)),
+        function=lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn"),
+        shapes=(operand,) * 3,
+        amount=4 * rows * heads * tokens**2 * width,
+        optional=True,
+    )
+
+
+def _repeated(function: Callable[[Array], Array], times: int) -> Callable[[Array], Array]:
+    """The function of its own result, over and over: a compiler keeps it in registers."""
+
+    def run(x: Array) -> Array:
+        for _ in range(times):
+            x = function(x)
+        return x
+
+    return run
+
+
+def _chain(x: Array, y: Array) -> Array:
+    """Small products, each of the one before: no compiler makes one kernel of them."""
+    for _ in range(CHAIN):
+        x = jnp.dot(x, y)
+    return x
+
+
+def _compiled(case: _Case) -> Callable[..., Array] | None:
+    try:
+        return jax.jit(case.function).lower(*case.shapes).compile()
+    except Exception as error:  # a compiler may raise anything
+        if case.optional:
+            return None
+        reason = str(error).strip().split("\n")[0]
+        raise DeviceError(
+            f"calibrate: {'/'.join(case.name)} does not compile: {reason}; a device that runs JAX "
+            "programs is needed; check the installation of jax"
+        ) from error
+
+
+def _operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
+    """Random numbers: zeros need less power, and finish sooner."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [_random(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def _random(key: Array, shape: jax.ShapeDtypeStruct) -> Array:
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return jax.random.randint(key, shape.shape, -100, 100, dtype=shape.dtype)
+    # Between 0 and 1 no function that is measured leaves the numbers that it is defined for.
+    return jax.random.uniform(key, shape.shape, jnp.float32, 0.01, 0.99).astype(shape.dtype)
+
+
+def _sustained(program: Callable[..., Array], args: Sequence[Array], seconds: float) -> float:
+    """Seconds of a call, the median over the second half of a while."""
+    jax.block_until_ready(program(*args))
+    calls, start = 0, time.perf_counter()
+    while calls < 2 or time.perf_counter() - start < 0.02:
+        jax.block_until_ready(program(*args))
+        calls += 1
+    each = max(1, calls // 2)
+    samples, end = [], time.perf_counter() + seconds
+    while len(samples) < 6 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(each - 1):
+            program(*args)
+        jax.block_until_ready(program(*args))
+        samples.append((time.perf_counter() - begin) / each)
+    return statistics.median(samples[len(samples) // 2 :])
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
