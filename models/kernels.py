@@ -65,7 +65,8 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     Weights are shared with the given model, which stays as it is; copied are only those that a
     checkpoint holds otherwise than kernels want them: query, key and value of GPT-2 and BLOOM,
     which it joins, and GPT-2's table of 50,257 tokens. A copy once costs nothing later; slicing the
-    joined product instead costs a pass over it in every layer.
+    joined product instead costs a pass over it in every layer. Those of LLaMA are joined: the
+    rotation makes that pass anyway, and one product fills a GPU with fewer rows than three.
 
     Args:
       model: Any model of this package.

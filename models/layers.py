@@ -4,7 +4,7 @@ Each layer computes in plain JAX, or calls kernels where its `kernels` say so (`
 Not here: what one family alone has, such as rotary positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -265,6 +265,19 @@ def part_of(joined: Linear, columns: slice | Integer[np.ndarray, " N"]) -> Linea
         param_dtype=kernel.dtype,
         kernel_init=lambda *_: kernel,
         bias_init=lambda *_: bias,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def joined(parts: Sequence[Linear]) -> Linear:
+    """Returns a Linear with the columns of several, which have no bias, one after the other."""
+    kernel = jnp.concatenate([part.kernel[...] for part in parts], axis=1)
+    return Linear(
+        *kernel.shape,
+        use_bias=False,
+        dtype=parts[0].dtype,
+        param_dtype=kernel.dtype,
+        kernel_init=lambda *_: kernel,
         rngs=nnx.Rngs(0),
     )
 

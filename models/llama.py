@@ -23,9 +23,11 @@ from models.kernels import PLAIN
 from models.layers import (
     CausalOutput,
     Ids,
+    Linear,
     Mask,
     check_tokens,
     embed,
+    joined,
     linear,
     logits,
     look_up,
@@ -113,18 +115,9 @@ class LlamaConfig:
     @classmethod
     def llama3_8b(cls) -> "LlamaConfig":
         """LLaMA 3 8B: 32 layers x 4096, 8 kv heads."""
-        return cls(
-            num_layers=32,
-            embed_dim=4096,
-            mlp_dim=14336,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=128256,
-            max_seq_len=8192,
-            norm_eps=1e-5,
-            rope_theta=500000.0,
-        )
+        sizes = {"num_layers": 32, "embed_dim": 4096, "mlp_dim": 14336, "vocab_size": 128256}
+        heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+        return cls(**sizes, **heads, max_seq_len=8192, norm_eps=1e-5, rope_theta=500000.0)
 
     @classmethod
     def llama3_70b(cls) -> "LlamaConfig":
@@ -244,8 +237,15 @@ class LlamaAttention(nnx.Module):
         self.query = linear(dim, config.num_heads * size, dtype, rngs, use_bias=False)
         self.key = linear(dim, config.num_kv_heads * size, dtype, rngs, use_bias=False)
         self.value = linear(dim, config.num_kv_heads * size, dtype, rngs, use_bias=False)
+        self.query_key_value: Linear | None = nnx.data(None)
         self.output = linear(config.num_heads * size, dim, dtype, rngs, use_bias=False)
         self.head_dim = size
+        self.ends = (config.num_heads * size, (config.num_heads + config.num_kv_heads) * size)
+
+    def arrange_weights(self) -> None:
+        """Joins the weights of query, key and value: few rows do not fill a GPU with each alone."""
+        self.query_key_value = joined([self.query, self.key, self.value])
+        del self.query, self.key, self.value
 
     def __call__(
         self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
@@ -258,10 +258,11 @@ class LlamaAttention(nnx.Module):
     def heads(self, x: Float[Array, "B T D"], table: RotaryTable) -> Heads:
         """Returns query, key and value of every head, the first two turned to their positions."""
         normal = self.norm(x)
-        query, key, value = (
-            f(normal).reshape(*x.shape[:2], -1, self.head_dim)
-            for f in (self.query, self.key, self.value)
-        )
+        if self.query_key_value is None:
+            parts = [f(normal) for f in (self.query, self.key, self.value)]
+        else:
+            parts = jnp.split(self.query_key_value(normal), self.ends, axis=-1)
+        query, key, value = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in parts)
         return table.rotate(query), table.rotate(key), value
 
     def join(
