@@ -8,7 +8,8 @@ run is decided in `search`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import cast
 
 import jax
@@ -17,11 +18,15 @@ from jax import lax
 from jax.extend.core import Literal
 from jaxtyping import Array
 
+from pallas_kernels.dispatch import default_sm_budget
+from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.relaunch import can_relaunch, relaunch
 from pbjax.blocks import Apart, Collected, Stacked
+from pbjax.device import ResourceClass
 from pbjax.profile_rows import measured_size
 from pbjax.schedule import PROLOGUE, Slot, Timetable
 from pbjax.stages import Program, Stage
-from pbjax.trace import Atom, Aval, evaluate
+from pbjax.trace import Atom, Aval, Operation, evaluate
 
 type Runner = Callable[[Stage, Sequence[Array]], Sequence[Array]]
 
@@ -30,7 +35,8 @@ def overlap_options() -> dict[str, str | int | bool]:
     """Compiler options under which independent stages may overlap; none where XLA decides alone.
 
     On a GPU the whole step has to be one CUDA graph whose nodes depend on each other by data alone
-    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged.
+    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged. A
+    profiler would otherwise run the kernels outside of the graph, one by one.
     """
     if jax.default_backend() != "gpu":
         return {}
@@ -38,14 +44,34 @@ def overlap_options() -> dict[str, str | int | bool]:
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_enable_command_buffers_during_profiling": True,
     }
 
 
 def run_inline(stage: Stage, args: Sequence[Array]) -> list[Array]:
-    """Runs a stage's operations one after the other: what a stage is, by definition."""
+    """Runs a stage's operations one after the other: what a stage is, by definition.
+
+    Where `default_sm_budget` holds a budget, kernels are launched anew under it; others, and those
+    inside a loop of the stage, run as they were traced.
+    """
     env: dict[int, Array] = dict(zip(stage.reads, args, strict=True))
-    evaluate(stage.operations, env)
+    if default_sm_budget.value is None:
+        evaluate(stage.operations, env)
+    else:
+        for operation in stage.operations:
+            _evaluate_within_budget(operation, env)
     return [env[value] for value in stage.writes]
+
+
+def _evaluate_within_budget(operation: Operation, env: dict[int, Array]) -> None:
+    if operation.primitive != KERNEL or not can_relaunch(operation.params):
+        evaluate((operation,), env)
+        return
+    operands = [a.val if isinstance(a, Literal) else env[a] for a in operation.inputs]
+    scope = jax.named_scope(operation.scope) if operation.scope else nullcontext()
+    with scope, operation.equation.ctx.manager:
+        results = relaunch(operation.params, operands)
+    env.update(zip(operation.outputs, results, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +165,12 @@ class Lane:
         else:
             self._run_stage(stage, block)
 
+    def resource(self, stage: int) -> ResourceClass | None:
+        """The class of a stage of the timetable; None for the end of a program without epilogue."""
+        ends = {PROLOGUE: self.program.prologue, len(self.program.stages): self.program.epilogue}
+        found = ends[stage] if stage in ends else self.program.stages[stage]
+        return found.resource if found else None
+
     def state(self, stage: int) -> tuple[Array, ...]:
         """The values that a lane before the given stage needs, in a fixed order."""
         avals = self.program.block.avals
@@ -226,6 +258,8 @@ class SplitProgram:
       in_axes: Batch axis of each input; None for one that all sub-batches share.
       out_axes: Batch axis of each output; None for one that does not depend on the batch.
       unroll: Blocks in one step of the loop; overlap ends at the boundary of a step.
+      sm_budgets: By resource class, how many SMs the kernels of a stage may fill in a slot with
+        stages of several classes; all in other slots, and for a class that is not named.
     """
 
     programs: tuple[Program, ...]
@@ -235,6 +269,7 @@ class SplitProgram:
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
     unroll: int = 1
+    sm_budgets: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __call__(self, weights: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, ...]:
         """Outputs of the whole batch, flattened.
@@ -247,9 +282,9 @@ class SplitProgram:
             Lane(program, *self._environment(program, weights, part))
             for program, part in zip(self.programs, self._split(inputs), strict=True)
         ]
-        _walk(self.timetable.fill, lanes, 0)
+        self._walk(self.timetable.fill, lanes, 0)
         self._loop(lanes)
-        _walk(self.timetable.drain, lanes, 0)
+        self._walk(self.timetable.drain, lanes, 0)
         for lane, program in zip(lanes, self.programs, strict=True):
             if program.epilogue is None:
                 lane.leave_block()
@@ -285,6 +320,15 @@ class SplitProgram:
             joined.append(lax.concatenate(whole, axis) if len(whole) > 1 else whole[0])
         return tuple(joined)
 
+    def _walk(self, slots: Sequence[Slot], lanes: Sequence[Lane], first_block: int | Array) -> None:
+        for slot in slots:
+            classes = [lanes[task.sub_batch].resource(task.stage) for task in slot]
+            budgets = self.sm_budgets if len(set(classes)) > 1 else {}
+            for task, resource in zip(slot, classes, strict=True):
+                budget = budgets.get(resource) if resource else None
+                with nullcontext() if budget is None else default_sm_budget(budget):
+                    lanes[task.sub_batch].run(task.stage, first_block + task.block)
+
     def _loop(self, lanes: Sequence[Lane]) -> None:
         steps = self.timetable.num_blocks - 1
         if steps == 0:
@@ -295,7 +339,7 @@ class SplitProgram:
             for lane, stagger, state in zip(lanes, staggers, states, strict=True):
                 lane.restore(stagger, state)
                 lane.collected = [[] for _ in lane.collected]
-            _walk(self.timetable.steady, lanes, index)
+            self._walk(self.timetable.steady, lanes, index)
             results = [[piece[0] for (piece,) in lane.collected] for lane in lanes]
             return _states(lanes, staggers), results
 
@@ -307,12 +351,6 @@ class SplitProgram:
             lane.restore(stagger, state)
         for lane, before, stacks in zip(lanes, filled, collected, strict=True):
             lane.collected = [[*a, b] for a, b in zip(before, stacks, strict=True)]
-
-
-def _walk(slots: Sequence[Slot], lanes: Sequence[Lane], first_block: int | Array) -> None:
-    for slot in slots:
-        for task in slot:
-            lanes[task.sub_batch].run(task.stage, first_block + task.block)
 
 
 def _states(lanes: Sequence[Lane], staggers: Sequence[int]) -> list[tuple[Array, ...]]:

@@ -86,6 +86,7 @@ def attention(
         "attention",
         implementation,
         {"mosaic_gpu": by_kernel, "xla": functools.partial(xla.attention_xla, q, k, v, **terms)},
+        {"q": q, "k": k, "v": v, **terms},
     )
 
 
