@@ -1,12 +1,17 @@
 """A kernel as one operation of a traced program, and the contexts that choose for kernels."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dispatch
+from pallas_kernels.attention import attention, attention_packed
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.operation import PRIMITIVE, arguments_of, as_operation
 from pallas_kernels.testing import assert_close
 
@@ -111,3 +116,46 @@ def test_a_call_that_names_an_implementation_or_budget_is_not_overruled():
     with dispatch.default_sm_budget(7), use_abstract_mesh(H200):
         assert dispatch.check_sm_budget("gemm", 9) == 9
         assert dispatch.check_sm_budget("gemm", None) == 7
+
+
+def hashes(text):
+    """Of the kernels in a program, as jax makes them of their code."""
+    return re.findall(r'kernel_hash = "([^"]*)"', text)
+
+
+def multiply(x):
+    return gemm(x, x)
+
+
+def attend(x):
+    return attention(*[x.reshape(1, 64, 1, 64)] * 3, causal=True).reshape(64, 64)
+
+
+def attend_packed(x):
+    return attention_packed(*[x[:, None]] * 3, offsets=jnp.array([0, 64]), causal=True)[:, 0]
+
+
+def attend_to_cache(x):
+    q, cache = x.reshape(1, 1, 64, 64)[:, :, :8], x.reshape(1, 64, 1, 64)
+    return x.at[:8].set(decode_attention(q, cache, cache, jnp.array([64]))[0, 0])
+
+
+def normalise(x):
+    return rms_norm(x, x[0], eps=1e-5)
+
+
+KERNELS = [multiply, normalise, attend, attend_packed, attend_to_cache]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equal_launches_are_lowered_once_whatever_was_lowered_before(kernel):
+    x, _ = operands()
+
+    def other_layers(x):
+        with jax.named_scope("first"):
+            y = kernel(x + 1)
+        return kernel(y) * kernel(y + 1)
+
+    (alone,) = hashes(lowered(kernel, x))
+    jax.clear_caches()
+    assert hashes(lowered(other_layers, x)) == [alone]

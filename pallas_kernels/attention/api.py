@@ -80,7 +80,7 @@ def attention(
 
     def by_kernel():
         _require_kernel("attention", q, implementation)
-        return mosaic_gpu.attention(q, k, v, sms=sms, **terms)
+        return _attention(q, k, v, sms=sms, **terms)
 
     return dispatch(
         "attention",
@@ -143,10 +143,16 @@ def attention_packed(
 
     def by_kernel():
         _require_kernel("attention_packed", q, implementation)
-        return mosaic_gpu.attention_packed(q, k, v, offsets=offsets, sms=sms, **terms)
+        return _attention_packed(q, k, v, offsets=offsets, sms=sms, **terms)
 
     by_xla = functools.partial(xla.attention_packed_xla, q, k, v, offsets, **terms)
     return dispatch("attention_packed", implementation, {"mosaic_gpu": by_kernel, "xla": by_xla})
+
+
+# One launch is traced, lowered and compiled once for all its uses in a program.
+_STATIC = ("scale", "causal", "window", "sms")
+_attention = jax.jit(mosaic_gpu.attention, static_argnames=_STATIC)
+_attention_packed = jax.jit(mosaic_gpu.attention_packed, static_argnames=_STATIC)
 
 
 def check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes) -> None:

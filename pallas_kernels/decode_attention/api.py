@@ -69,7 +69,7 @@ def decode_attention(
 
     def by_kernel():
         _require_kernel(q, implementation)
-        return mosaic_gpu.decode_attention(q, k, v, lengths, sms=sms, **terms)
+        return _decode_attention(q, k, v, lengths, sms=sms, **terms)
 
     return dispatch(
         "decode_attention",
@@ -80,6 +80,12 @@ def decode_attention(
         },
         {"q": q, "k": k, "v": v, "lengths": lengths, **terms},
     )
+
+
+# One launch is traced, lowered and compiled once for all its uses in a program.
+_decode_attention = jax.jit(
+    mosaic_gpu.decode_attention, static_argnames=("scale", "first_sequence", "sms")
+)
 
 
 def check_decode_attention(
