@@ -1,210 +1,138 @@
 #!/usr/bin/env python3
-"""Times the six models at full size, ours and PyTorch's, in one run on one GPU.
+"""Times the six models at full size beside what is installed of their peers, on one GPU.
 
-Every row of model_rows.py has a process for ours (model_jax.py) and one or more for PyTorch
-(peer_torch.py). All compile at the same time; once all are ready they measure one after the other,
-a row's side by side. Weights, inputs and batches are the same, and outputs are compared.
+Every row of model_rows.py has a process for ours (model_jax.py) and one or more for its peers:
+PyTorch eager, Inductor, max-autotune and reduce-overhead (peer_torch.py), ONNX Runtime's providers
+and TensorRT (peer_onnx.py); tokamax's kernels have one beside ours (peer_tokamax.py). All compile
+at the same time; once all are ready they measure one after the other, a row's side by side.
+Weights, inputs and batches are the same, and outputs are compared. What does not run says why.
 
-    python scripts/bench_peers.py --out profiles/nvidia_h200/bench_models.json
+    python scripts/bench_peers.py --out profiles/nvidia_h200/bench_peers.json
+    python scripts/bench_peers.py --rows bert --scenario server --latency-ms 50
     python scripts/bench_peers.py --tiny --peer-python OTHER_PYTHON    # a try without a GPU
 """
 
 import argparse
 import datetime
 import json
-import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-import numpy as np
-from model_rows import PEAK_FLOPS_PER_S, ROWS, Row, get_row
+from model_rows import PEAK_FLOPS_PER_S, ROWS, get_row
+from peer_processes import Meter, Worker
+from peer_protocol import GROUPS, NUM_INPUTS, add_scenario, check_scenario
+from peer_results import describe, finish, kernel_table, table
 
 HERE = Path(__file__).parent
-# A rounding to bfloat16 is off by 2^-9 at most; about eight of them a layer reach the hidden state,
-# and add up as their root.
-ROUNDING, ROUNDINGS_PER_LAYER = 2.0**-8, 8
+TORCH = ("eager", "inductor", "max-autotune", "reduce-overhead")
+ONNX = ("onnxruntime-cpu", "onnxruntime-cuda", "onnxruntime-tensorrt", "tensorrt")
+# Modes that share a process; those with CUDA graphs keep memory of their own.
+TOGETHER = ("eager", "inductor")
+PEERS = [*TORCH[:3], *ONNX[1:], "tokamax"]
 
 
 def main() -> None:
-    """Runs the benchmark, prints one table, and writes it as JSON."""
+    """Runs the benchmark, prints its tables, and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--variants", nargs="+", default=["library", "with_kernels"])
-    parser.add_argument("--trace", nargs="*", default=["with_kernels"])
-    parser.add_argument("--peers", nargs="*", default=["eager", "inductor"], help="of PyTorch")
+    parser.add_argument("--variants", nargs="+", default=["with_kernels"], help="of ours")
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=[*TORCH, *ONNX, "tokamax"])
+    parser.add_argument("--trace", nargs="*", default=[], help="variants whose kernels are listed")
+    add_scenario(parser)
+    parser.add_argument("--server-rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--ready-within", type=int, default=300, help="seconds for compiling")
     parser.add_argument("--split", type=int, default=1, help="processes for the variants of a row")
-    parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--peer-python", default=sys.executable, help="that has the peers")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try without a GPU")
+    parser.add_argument("--commit", default="", help="recorded; read from git if not given")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    check_scenario(parser, args)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         workers = {name: start_row(name, args, folder) for name in args.rows}
-        deadline = time.time() + args.ready_within
-        for worker in (w for row in workers.values() for w in row):
-            worker.wait_ready(deadline)
-        print(f"compiled after {time.time() - start:.0f} s", flush=True)
-        rows = []
-        for name, group in workers.items():
-            row = get_row(name, tiny=args.tiny)
-            lines = [line for worker in group for line in worker.release()]
-            rows += finish(row, lines, Path(folder))
-            for line in rows[-len(lines) :]:
-                print(describe(row, line), flush=True)
-    print(table(rows))
+        if "tokamax" in args.peers:
+            command = [sys.executable, str(HERE / "peer_tokamax.py")]
+            workers["kernels"] = [Worker(command, "tokamax", ["tokamax"], 2)]
+        try:
+            deadline = time.time() + args.ready_within
+            for worker in (w for group in workers.values() for w in group):
+                worker.wait_ready(deadline, args.ready_within)
+            print(f"compiled after {time.time() - start:.0f} s", flush=True)
+            lines, kernels = measure(workers, args, Path(folder))
+        finally:
+            for worker in (w for group in workers.values() for w in group):
+                worker.stop()
+    print(table({name: ROWS[name] for name in args.rows}, lines))
+    if kernels:
+        print(kernel_table(kernels))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"schema_version": 1, "provenance": provenance(args), "rows": rows}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{len(rows)} rows, {time.time() - start:.0f} s")
+        document = {"schema_version": 1, "provenance": provenance(args), "rows": lines}
+        args.out.write_text(json.dumps(document | {"kernels": kernels}, indent=1) + "\n")
+    print(f"{len(lines)} rows, {time.time() - start:.0f} s")
 
 
-class Worker:
-    """A process that compiles, says READY, and measures when told."""
+def measure(
+    workers: dict[str, list[Worker]], args: argparse.Namespace, folder: Path
+) -> tuple[list[dict], list[dict]]:
+    """Lets the processes measure in turn; returns the lines of the rows and of tokamax."""
+    lines, meter = [], Meter()
+    kernels = [line for w in workers.pop("kernels", []) for line in turn(w)]
+    for name, group in workers.items():
+        row = get_row(name, tiny=args.tiny)
+        found = finish(row, [line for worker in group for line in turn(worker)], folder)
+        for line in found:
+            line |= meter.between(*line.pop("between", (0, 0)))
+            print(describe(row, line), flush=True)
+        lines += found
+    meter.stop()
+    return lines, kernels
 
-    def __init__(self, command: list[str]):
-        """Starts it."""
-        env = os.environ | {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "TORCHINDUCTOR_COMPILE_THREADS": "2",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            "OMP_NUM_THREADS": "2",
-        }
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        self.name = " ".join(command[1:])
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.found: list[dict] = []
-        self.ready = False
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.put(line.strip())
-        self.lines.put(None)
-
-    def wait_ready(self, deadline: float) -> None:
-        """Waits until it has compiled; ends it if that takes too long."""
-        while not self.ready:
-            try:
-                line = self.lines.get(timeout=max(0.01, deadline - time.time()))
-            except queue.Empty:
-                print(f"TOO LATE {self.name}", flush=True)
-                self.process.terminate()
-                return
-            if line is None:
-                print(f"ENDED {self.name}", flush=True)
-                return
-            self._take(line)
-
-    def release(self) -> list[dict]:
-        """Lets it measure and returns all its lines."""
-        if self.ready:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-            while (line := self.lines.get()) not in (None, "DONE"):
-                self._take(line)
-        return self.found
-
-    def _take(self, line: str) -> None:
-        self.ready |= line == "READY"
-        if line.startswith("{"):
-            self.found.append(json.loads(line))
+def turn(worker: Worker) -> list[dict]:
+    """Returns what a process measured, and ends it."""
+    lines = worker.release()
+    worker.stop()
+    return lines
 
 
 def start_row(name: str, args: argparse.Namespace, folder: str) -> list[Worker]:
     """Starts the processes of a row."""
-    common = ["--outputs", folder, *(["--tiny"] if args.tiny else [])]
+    common = ["--row", name, "--outputs", folder, *scenario_options(name, args)]
     workers = []
     for part in range(min(args.split, len(args.variants))):
         variants = args.variants[part :: args.split]
-        command = [sys.executable, str(HERE / "model_jax.py"), "--row", name, *common]
-        traced = [v for v in args.trace if v in variants]
-        workers.append(Worker([*command, "--variants", *variants, "--trace", *traced]))
-    # Modes with CUDA graphs keep memory of their own, so that they get a process.
-    if modes := [m for m in args.peers if m in ("eager", "inductor")]:
-        workers.append(Worker([*peer(name, modes, args, common), "--truth"]))
-    for mode in (m for m in args.peers if m not in ("eager", "inductor")):
-        workers.append(Worker(peer(name, [mode], args, common)))
+        command = [sys.executable, str(HERE / "model_jax.py"), *common]
+        traced = [variant for variant in args.trace if variant in variants]
+        command += ["--variants", *variants, "--trace", *traced]
+        workers.append(Worker(command, "jax", variants, 2))
+    torch = [args.peer_python, str(HERE / "peer_torch.py"), *common, "--modes"]
+    if modes := [mode for mode in args.peers if mode in TOGETHER]:
+        workers.append(Worker([*torch, *modes, "--truth"], "torch", modes, 2))
+    for mode in args.peers:
+        if mode in TORCH and mode not in TOGETHER:
+            threads = 8 if mode == "max-autotune" else 2  # It compiles tens of templates a product.
+            workers.append(Worker([*torch, mode], "torch", [mode], threads))
+        if mode in ONNX:
+            command = [args.peer_python, str(HERE / "peer_onnx.py"), *common, "--mode", mode]
+            workers.append(Worker(command, "onnx", [mode], 2))
     return workers
 
 
-def peer(name: str, modes: list[str], args: argparse.Namespace, common: list[str]) -> list[str]:
-    """The command that runs PyTorch's side of a row."""
-    command = [args.peer_python, str(HERE / "peer_torch.py"), "--rows", name, "--wait", *common]
-    return [*command, "--modes", *modes]
-
-
-def finish(row: Row, lines: list[dict], folder: Path) -> list[dict]:
-    """Adds rates, ratios and differences of outputs to what the processes of a row printed."""
-    peers = [x["seconds"] for x in lines if x["side"] == "torch" and "seconds" in x]
-    # Without PyTorch, ours are compared with the first of them.
-    truths = [folder / f"torch {row.name} float32.npy"]
-    truths += [folder / f"jax {row.name} {line['mode']}.npy" for line in lines]
-    truth = next((path for path in truths if path.exists()), None)
-    for line in lines:
-        line |= {"row": row.name, "batch_size": row.batch_size, "length": row.length}
-        if "seconds" not in line:
-            continue
-        line["items_per_s"] = round(row.batch_size / line["seconds"], 1)
-        line["share_of_bound"] = round(row.bound_s / line["seconds"], 3)
-        if peers:
-            line["over_best_torch"] = round(min(peers) / line["seconds"], 3)
-        if truth is not None:
-            line |= difference(row, folder / f"{line['side']} {row.name} {line['mode']}.npy", truth)
-    return lines
-
-
-def difference(row: Row, path: Path, truth: Path) -> dict:
-    """Root mean square of the difference over that of the values, and whether it is rounding."""
-    actual, expected = np.load(path), np.load(truth)
-    relative = float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
-    allowed = ROUNDING * (ROUNDINGS_PER_LAYER * row.num_layers) ** 0.5
-    return {"relative_rms": float(f"{relative:.2g}"), "agrees": bool(relative <= allowed)}
-
-
-def describe(row: Row, line: dict) -> str:
-    """One line on the screen."""
-    label = f"{row.title:12s} {line['side']:5s} {line['mode']:22s}"
-    if "error" in line:
-        return f"{label} FAILED {line['error']}"
-    text = f"{label} {1e3 * line['seconds']:8.3f} ms {line['items_per_s']:9.1f} {row.unit}/s"
-    text += f" {line['share_of_bound']:5.0%} of bound"
-    if "over_best_torch" in line:
-        text += f" {line['over_best_torch']:.2f}x torch"
-    if "agrees" in line:
-        text += f" rms {line['relative_rms']:.1e} {'ok' if line['agrees'] else 'DIFFERS'}"
-    text += f" (compile {line['compile_s']} s)"
-    for kernel in line.get("kernels", [])[:14]:
-        us = 1e6 * kernel["seconds"]
-        text += f"\n    {us:9.1f} us {kernel['launches']:4d} x {kernel['kernel']}"
-    return text
-
-
-def table(rows: list[dict]) -> str:
-    """The best of each side, a row each."""
-    lines = [f"{'':12s} {'ours':>10s} {'PyTorch':>10s}  ratio  of bound  ours is, PyTorch is"]
-    for name in dict.fromkeys(row["row"] for row in rows):
-        best = {}
-        for side in ("jax", "torch"):
-            timed = [r for r in rows if r["row"] == name and r["side"] == side and "seconds" in r]
-            best[side] = min(timed, key=lambda r: r["seconds"], default=None)
-        ours, theirs = best["jax"], best["torch"]
-        if ours is None:
-            continue
-        text = f"{ROWS[name].title:12s} {ours['items_per_s']:10.1f}"
-        text += f" {theirs['items_per_s']:10.1f}  {ours['over_best_torch']:5.2f}" if theirs else ""
-        text += f"  {ours['share_of_bound']:8.0%}  {ours['mode']}"
-        lines.append(text + (f", {theirs['mode']}" if theirs else ""))
-    return "\n".join(lines)
+def scenario_options(name: str, args: argparse.Namespace) -> list[str]:
+    """The options of both scenarios for the processes of a row."""
+    options = ["--tiny"] if args.tiny else []
+    names = ["items", "queries", "seed"]
+    if args.scenario == "server" and name in args.server_rows:
+        names += ["scenario", "latency_ms", "rate"]
+    for option in names:
+        if (value := getattr(args, option)) is not None:
+            options += ["--" + option.replace("_", "-"), str(value)]
+    return options
 
 
 def provenance(args: argparse.Namespace) -> dict:
@@ -224,9 +152,10 @@ def provenance(args: argparse.Namespace) -> dict:
         "flax": flax_version,
         "torch": torch_version,
         "transformers": hf_version,
-        "dtype": "bfloat16",
+        "precision": "bfloat16; TF32 for PyTorch's products in f32; ONNX as its rows say",
         "peak_flops_per_s": PEAK_FLOPS_PER_S,
-        "seconds": "median of 5 groups of back-to-back calls on 4 random inputs, wall clock",
+        "seconds": f"median of {GROUPS} groups of back-to-back calls on {NUM_INPUTS} random inputs "
+        "in turn, wall clock, after a group that is not counted",
         "commit": args.commit or _output(["git", "rev-parse", "--short", "HEAD"]),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),

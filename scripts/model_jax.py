@@ -1,25 +1,29 @@
-"""Our side of the model benchmark: one row in a process of its own, started by bench_peers.py.
+"""Our side of bench_peers.py: compiles the variants of a row in a process of its own, times them.
 
-Compiles every variant of the row and runs each once, says READY, waits for a line, then measures
-and prints one line of JSON per variant, and at the end DONE.
+What it prints, and when, is in peer_protocol.py.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import re
-import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from model_rows import Row, get_row, scale_of, seed_of
+from peer_protocol import (
+    NUM_INPUTS,
+    Program,
+    check_scenario,
+    error_text,
+    make_parser,
+    measure,
+    report,
+    wait_for_turn,
+)
 
 import models
 from models.kernels import HOPPER, Kernels, with_kernels
@@ -51,18 +55,15 @@ VARIANTS = {
     "all kernels": (PALLAS, NO_TRITON),
     "with_kernels": (HOPPER, NO_TRITON),
 }
-NUM_INPUTS, ROUNDS = 4, 5
 
 
 def main() -> None:
     """Runs one row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row", required=True)
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--trace", nargs="*", default=[], help="variants whose kernels are listed")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--outputs", type=Path, required=True, help="folder for the first output")
     args = parser.parse_args()
+    check_scenario(parser, args)
     row = get_row(args.row, tiny=args.tiny)
     inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
     parameters = make_parameters(row)
@@ -74,27 +75,38 @@ def main() -> None:
         }
     for name, future in futures.items():
         if error := future.exception():  # A variant that fails is reported, not hidden.
-            report(name, error=f"{type(error).__name__}: {error}"[:600])
+            report("jax", name, error=error_text(error))
         else:
             ready[name] = future.result()
-    print("READY", flush=True)
-    sys.stdin.readline()
-    for name, (program, state, compile_s) in ready.items():
+    wait_for_turn()
+    for name, (compiled, state, compile_s) in ready.items():
         try:
-            measured = measure(program, state, inputs, args.tiny)
-            output = np.asarray(measured.pop("output").astype(jnp.float32))
-            np.save(args.outputs / f"jax {row.name} {name}.npy", output)
+            path = args.outputs / f"jax {row.name} {name}.npy"
+            found = measure(program_of(compiled, state, inputs), row, args, path)
+            if memory := compiled.memory_analysis():
+                found["temporary_bytes"] = memory.temp_size_in_bytes
             if name in args.trace and not args.tiny:
-                measured["kernels"] = kernels_of(program, state, inputs[0])
-            report(name, compile_s=compile_s, **measured)
+                found["kernels"] = kernels_of(compiled, state, inputs[0])
+            report("jax", name, compile_s=compile_s, dtype="bfloat16", **found)
         except Exception as error:
-            report(name, error=f"{type(error).__name__}: {error}"[:600])
+            report("jax", name, error=error_text(error))
     print("DONE", flush=True)
 
 
-def report(name: str, **found: object) -> None:
-    """Prints one line of JSON."""
-    print(json.dumps({"side": "jax", "mode": name, **found}), flush=True)
+def program_of(compiled, state: nnx.State, inputs: list[dict]) -> Program:
+    """Returns what both scenarios time."""
+    host = [jax.tree.map(np.asarray, given) for given in inputs]
+
+    def first_rows(result) -> np.ndarray:
+        return np.asarray(result.last_hidden_state[:2].astype(jnp.float32))
+
+    return Program(
+        call=functools.partial(compiled, state),
+        inputs=inputs,
+        upload=lambda index: jax.device_put(host[index]),
+        wait=jax.block_until_ready,
+        first_rows=first_rows,
+    )
 
 
 def prepare(row: Row, name: str, parameters: list[Parameter], inputs: dict, tiny: bool):
@@ -235,35 +247,6 @@ class _Builder:
 
     def build(self, config: object, dtype: str) -> nnx.Module:
         return build(self.row)
-
-
-def measure(program, state, inputs, tiny: bool) -> dict:
-    """Wall seconds of back-to-back calls on inputs in turn, and the first output."""
-    first = program(state, inputs[0])
-    output = first.last_hidden_state
-    jax.block_until_ready(output)
-    start = time.perf_counter()
-    jax.block_until_ready(program(state, inputs[1]))
-    once = time.perf_counter() - start
-    calls = 2 if tiny else max(4, min(40, int(0.15 / once)))
-
-    def group() -> float:
-        start = time.perf_counter()
-        for i in range(calls):
-            result = program(state, inputs[i % NUM_INPUTS])
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / calls
-
-    group()
-    seconds = [group() for _ in range(ROUNDS)]
-    memory = program.memory_analysis()
-    return {
-        "seconds": statistics.median(seconds),
-        "spread_s": max(seconds) - min(seconds),
-        "calls": calls,
-        "temporary_bytes": memory.temp_size_in_bytes if memory else 0,
-        "output": output[:2],
-    }
 
 
 def kernels_of(program, state, inputs) -> list[dict]:

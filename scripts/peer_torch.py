@@ -1,30 +1,32 @@
-#!/usr/bin/env python3
-"""The same six models through PyTorch and Hugging Face's classes, on one GPU.
+"""The rows of bench_peers.py through PyTorch and Hugging Face's classes: one row, some modes.
 
 Full size, bfloat16, inference mode, SDPA attention where the class has it; weights and inputs are
 hashed by the rule of model_rows.py and so equal ours bit for bit. Modes: eager, inductor
 (torch.compile), max-autotune (the same with autotuned templates and CUDA graphs), reduce-overhead
-(CUDA graphs). Alone it prints one line of JSON per row and mode; bench_peers.py runs it beside
-ours:
-
-    python scripts/peer_torch.py --rows bert vit --modes eager inductor
+(CUDA graphs). What it prints, and when, is in peer_protocol.py.
 
 An all-ones attention mask is passed on purpose: without one, Inductor picks a slow attention for
 BERT. The Conformer's activation is SiLU, as in the paper and in our preset.
 """
 
-import argparse
-import json
 import re
-import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from model_rows import ROWS, Row, get_row, scale_of, seed_of
+from model_rows import Row, get_row, scale_of, seed_of
+from peer_protocol import (
+    NUM_INPUTS,
+    Program,
+    check_scenario,
+    error_text,
+    make_parser,
+    measure,
+    report,
+    wait_for_turn,
+)
 
 # Where transformers 5 names the modules of ViT anew; its files keep the old names.
 FILE_NAMES = {
@@ -37,45 +39,56 @@ FILE_NAMES = {
     r"mlp\.fc2": "output.dense",
 }
 MODES = ("eager", "inductor", "max-autotune", "reduce-overhead")
-NUM_INPUTS, ROUNDS, CHUNK = 4, 5, 1 << 26
+CHUNK = 1 << 26
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    """Runs the rows one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    """Runs one row."""
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", default=["eager", "inductor"], choices=MODES)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--outputs", type=Path, help="folder for the first output")
     parser.add_argument("--truth", action="store_true", help="write the first output in f32 too")
-    parser.add_argument("--wait", action="store_true", help="say READY, measure after a line")
     args = parser.parse_args()
-    if args.truth and args.outputs is None:
-        parser.error("--truth writes an output: give its folder by --outputs")
+    check_scenario(parser, args)
+    row = get_row(args.row, tiny=args.tiny)
     torch.backends.cuda.matmul.allow_tf32 = True
-    for name in args.rows:
-        row = get_row(name, tiny=args.tiny)
-        with torch.inference_mode():
-            if args.truth:
-                save_truth(row, args.outputs)
-            model = make_model(row)
-            inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
-            ready = {mode: warm(model, inputs, mode, row.name) for mode in args.modes}
-            if args.wait:
-                print("READY", flush=True)
-                sys.stdin.readline()
-            for mode, (run, line) in ready.items():
-                if run is not None:
-                    line |= measure(run, inputs, args.tiny)
-                    save(run, inputs, args.outputs, f"torch {name} {mode}")
-                print(json.dumps({"side": "torch", "mode": mode, **line}), flush=True)
-        if args.wait:
-            print("DONE", flush=True)
-        del model, inputs, ready
-        torch._dynamo.reset()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+    with torch.inference_mode():
+        if args.truth:
+            save_truth(row, args.outputs)
+        model = make_model(row)
+        inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
+        ready = {}
+        for mode in args.modes:
+            try:
+                ready[mode] = warm(model, inputs, mode)
+            except Exception as error:  # A mode that fails is reported, not hidden.
+                report("torch", mode, error=error_text(error))
+        wait_for_turn()
+        for mode, (run, compile_s) in ready.items():
+            try:
+                path = args.outputs / f"torch {row.name} {mode}.npy"
+                found = measure(program_of(run, inputs), row, args, path)
+                report("torch", mode, compile_s=compile_s, dtype="bfloat16", **found)
+            except Exception as error:
+                report("torch", mode, error=error_text(error))
+    print("DONE", flush=True)
+
+
+def program_of(run, inputs: list[dict]) -> Program:
+    """Returns what both scenarios time."""
+    host = [move(given, "cpu") for given in inputs]
+    return Program(
+        call=lambda given: run(**given),
+        inputs=inputs,
+        upload=lambda index: move(host[index], DEVICE),
+        wait=lambda result: synchronize(),
+        first_rows=lambda result: result.last_hidden_state[:2].float().cpu().numpy(),
+    )
+
+
+def move(inputs: dict, device: str) -> dict:
+    """Copies the tensors among the arguments of a call."""
+    return {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
 
 
 def make_model(row: Row, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -170,53 +183,17 @@ def make_inputs(row: Row, index: int) -> dict[str, object]:
     return given if row.name == "bert" else given | {"use_cache": False}
 
 
-def warm(model: torch.nn.Module, inputs: list[dict], mode: str, name: str):
-    """Compiles a mode and calls it a few times; (None, line) with the error if it fails."""
+def warm(model: torch.nn.Module, inputs: list[dict], mode: str):
+    """Compiles a mode and calls it a few times; returns it and the seconds that took."""
     start = time.perf_counter()
     run = model
     if mode != "eager":
         option = None if mode == "inductor" else mode
         run = torch.compile(model, mode=option, dynamic=False)
-    try:
-        for i in range(4):
-            run(**inputs[i % NUM_INPUTS])
-        synchronize()
-    except Exception as error:  # A mode that fails is reported, not hidden.
-        return None, {"error": f"{type(error).__name__}: {error}"[:600]}
-    return run, {"compile_s": round(time.perf_counter() - start, 1)}
-
-
-def measure(run, inputs: list[dict], tiny: bool) -> dict:
-    """Wall seconds of back-to-back calls on inputs in turn."""
-    run(**inputs[0])
+    for i in range(4):  # CUDA graphs are recorded in the second call.
+        run(**inputs[i % NUM_INPUTS])
     synchronize()
-    start = time.perf_counter()
-    run(**inputs[1])
-    synchronize()
-    once = time.perf_counter() - start
-    calls = 2 if tiny else max(4, min(40, int(0.15 / once)))
-
-    def group() -> float:
-        start = time.perf_counter()
-        for i in range(calls):
-            run(**inputs[i % NUM_INPUTS])
-        synchronize()
-        return (time.perf_counter() - start) / calls
-
-    group()
-    seconds = [group() for _ in range(ROUNDS)]
-    return {
-        "seconds": statistics.median(seconds),
-        "spread_s": max(seconds) - min(seconds),
-        "calls": calls,
-    }
-
-
-def save(run, inputs: list[dict], folder: Path | None, name: str) -> None:
-    """Writes the first rows of the first output."""
-    if folder is not None:
-        output = run(**inputs[0]).last_hidden_state[:2].float().cpu().numpy()
-        np.save(folder / f"{name}.npy", output)
+    return run, round(time.perf_counter() - start, 1)
 
 
 def save_truth(row: Row, folder: Path) -> None:

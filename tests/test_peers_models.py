@@ -75,12 +75,12 @@ def test_every_row_has_a_tensor_for_every_weight(script):
 
 @pytest.mark.parametrize(("error", "agrees"), [(1e-3, True), (0.5, False)])
 def test_outputs_agree_where_roundings_explain_the_difference(script, tmp_path, error, agrees):
-    bench, rows = script("bench_peers"), script("model_rows")
+    results, rows = script("peer_results"), script("model_rows")
     row = rows.get_row("bert", tiny=True)
     truth = np.random.default_rng(0).normal(size=(2, 8, 16))
     np.save(tmp_path / "torch bert float32.npy", truth)
     np.save(tmp_path / "jax bert library.npy", truth * (1 + error))
     line = {"side": "jax", "mode": "library", "seconds": 0.5}
-    (found,) = bench.finish(row, [line], tmp_path)
+    (found,) = results.finish(row, [line], tmp_path)
     assert found["agrees"] is agrees
     assert found["items_per_s"] == row.batch_size / 0.5

@@ -1,0 +1,224 @@
+"""Ratios and tables of the peers' benchmark, and its processes: ready, late, broken."""
+
+import importlib
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    return importlib.import_module
+
+
+def line(side, mode, seconds, **more):
+    return {"side": side, "mode": mode, "seconds": seconds, "row": "bert", **more}
+
+
+def served(rate, met=True):
+    return {"server": {"rate_per_s": rate, "met": met, "latency_limit_s": 0.05}}
+
+
+def test_a_ratio_is_items_of_ours_over_items_of_theirs(script):
+    ratio = script("peer_results").ratio
+    assert ratio(line("jax", "with_kernels", 0.5), line("torch", "eager", 1.0)) == 2.0
+
+
+@pytest.mark.parametrize("theirs", [None, {"side": "torch", "mode": "eager", "error": "gone"}])
+def test_there_is_no_ratio_over_what_did_not_run(script, theirs):
+    assert script("peer_results").ratio(line("jax", "with_kernels", 0.5), theirs) is None
+
+
+def test_rates_of_servers_compare_only_where_both_met_the_limit(script):
+    rate_ratio = script("peer_results").rate_ratio
+    ours = line("jax", "with_kernels", 0.5, **served(300.0))
+    assert rate_ratio(ours, line("torch", "eager", 1.0, **served(200.0))) == 1.5
+    assert rate_ratio(ours, line("torch", "eager", 1.0, **served(0.0, met=False))) is None
+    assert rate_ratio(ours, line("torch", "eager", 1.0)) is None
+    assert rate_ratio(ours, None) is None
+
+
+def test_lines_get_rates_and_their_share_of_the_best_peer(script, tmp_path):
+    results, rows = script("peer_results"), script("model_rows")
+    row = rows.ROWS["bert"]
+    lines = [
+        {"side": "jax", "mode": "with_kernels", "seconds": 0.5},
+        {"side": "torch", "mode": "eager", "seconds": 1.0},
+        {"side": "torch", "mode": "inductor", "seconds": 0.75},
+        {"side": "onnx", "mode": "tensorrt", "error": "not there"},
+    ]
+    for x in lines:
+        np.save(tmp_path / f"{x['side']} bert {x['mode']}.npy", np.ones((2, 3)))
+    found = results.finish(row, lines, tmp_path)
+    assert [x.get("over_best_peer") for x in found] == [1.5, 0.75, 1.0, None]
+    assert found[0]["items_per_s"] == 2 * row.batch_size
+    assert found[0]["compared_with"] == "jax bert with_kernels"
+    assert "items_per_s" not in found[3]
+
+
+def test_the_table_has_ratios_first_and_says_what_did_not_run(script):
+    results, rows = script("peer_results"), script("model_rows")
+    rates = {"items_per_s": 1234.5, "share_of_bound": 0.6}
+    lines = [
+        line("jax", "library", 0.6, **rates),
+        line("jax", "with_kernels", 0.5, **rates, **served(300.0)),
+        line("torch", "eager", 1.0, **rates, **served(100.0)),
+        {"side": "onnx", "mode": "tensorrt", "row": "bert", "error": "No module named 'tensorrt'"},
+    ]
+    text = results.table({"bert": rows.ROWS["bert"]}, lines).splitlines()
+    cells = [cell.strip() for cell in text[2].strip("|").split("|")]
+    assert cells == ["BERT-Base", "2.00", "-", "1,234.5", "60%", "with_kernels"]
+    assert len({len(row) for row in text[:3]}) == 1
+    assert any("eager" in row and "3.00" in row for row in text)
+    assert text[-1] == "BERT-Base, tensorrt did not run: No module named 'tensorrt'"
+
+
+def test_kernels_show_the_fastest_of_theirs_and_the_refusals(script):
+    found = {"kernel": "norm", "case": "bert", "ours_s": 1e-5, "agree": True, "mode": "bert"}
+    slow = found | {"tokamax_s": {"mosaic": 3e-5, "triton": 2e-5}}
+    refused = found | {"case": "vit", "tokamax_s": {"mosaic": "no such GPU"}, "agree": False}
+    missing = {"mode": "tokamax", "error": "No module named 'tokamax'"}
+    text = script("peer_results").kernel_table([slow, refused, missing]).splitlines()
+    assert "2.00" in text[2]
+    assert "triton" in text[2]
+    assert "TOO LARGE" in text[3]
+    assert text[4:] == [
+        "vit, mosaic did not run: no such GPU",
+        "tokamax did not run: No module named 'tokamax'",
+    ]
+
+
+def start(script, code, modes=("eager",)):
+    worker = script("peer_processes").Worker
+    return worker([sys.executable, "-c", code], "torch", list(modes), 1)
+
+
+def test_a_process_measures_when_told(script):
+    measured = json.dumps({"side": "torch", "mode": "eager", "seconds": 1.0})
+    worker = start(
+        script, f"print('READY', flush=True); input(); print('{measured}'); print('DONE')"
+    )
+    worker.wait_ready(time.time() + 60, 60)
+    assert worker.ready
+    assert worker.release() == [json.loads(measured)]
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "within_s", "reason"),
+    [
+        ("import no_such_peer", 60, "ModuleNotFoundError: No module named 'no_such_peer'"),
+        ("raise SystemExit(3)", 60, "ended with exit code 3"),
+        ("import time; time.sleep(60)", 1, "not compiled within the 1 s of --ready-within"),
+    ],
+)
+def test_a_process_that_is_not_ready_gives_its_reason_for_every_mode(
+    script, code, within_s, reason
+):
+    worker = start(script, code, ("eager", "inductor"))
+    worker.wait_ready(time.time() + within_s, within_s)
+    assert not worker.ready
+    lines = worker.release()
+    worker.stop()
+    assert [(x["mode"], x["error"]) for x in lines] == [("eager", reason), ("inductor", reason)]
+
+
+def test_a_process_that_breaks_while_it_measures_keeps_what_it_had_found(script):
+    found = json.dumps({"side": "torch", "mode": "eager", "seconds": 1.0})
+    code = f"print('READY', flush=True); input(); print('{found}', flush=True); 1 / 0"
+    worker = start(script, code, ("eager", "inductor"))
+    worker.wait_ready(time.time() + 60, 60)
+    first, second = worker.release()
+    worker.stop()
+    assert first["seconds"] == 1.0
+    assert second["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_meter_takes_medians_of_a_span(script, monkeypatch):
+    processes = script("peer_processes")
+
+    def no_command(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(processes.subprocess, "Popen", no_command)
+    meter = processes.Meter()
+    meter.samples += [(float(i), [1000.0 + i, 600.0, 50.0]) for i in range(10)]
+    assert meter.between(2, 4) == {"clock_mhz": 1003.0, "power_w": 600.0, "temperature_c": 50.0}
+    assert meter.between(20, 30) == {}
+    meter.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scenario", "server"], "no limit of the latency"),
+        (["--latency-ms", "5"], "--scenario is offline"),
+        (["--scenario", "server", "--latency-ms", "0"], "--latency-ms 0: it must be positive"),
+        (["--scenario", "server", "--latency-ms", "nan"], "--latency-ms nan: it must be positive"),
+        (["--items", "-3"], "--items -3: it must be positive"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(script, capsys, options, message):
+    protocol = script("peer_protocol")
+    parser = protocol.make_parser("")
+    args = parser.parse_args(["--row", "bert", "--outputs", ".", *options])
+    with pytest.raises(SystemExit):
+        protocol.check_scenario(parser, args)
+    assert message in capsys.readouterr().err
+
+
+def instant(script, calls):
+    """A program that takes a millisecond and counts its calls."""
+
+    def call(inputs):
+        calls.append(inputs)
+        time.sleep(1e-3)
+        return np.full((2, 3), 7.0)
+
+    return script("peer_protocol").Program(
+        call=call,
+        inputs=["a", "b", "c", "d"],
+        upload=lambda index: f"host {index}",
+        wait=lambda result: None,
+        first_rows=lambda result: result,
+    )
+
+
+def options(script, *given):
+    return (
+        script("peer_protocol")
+        .make_parser("")
+        .parse_args(["--row", "bert", "--tiny", "--outputs", ".", *given])
+    )
+
+
+def test_offline_runs_the_items_that_were_asked_for(script, tmp_path):
+    protocol, rows = script("peer_protocol"), script("model_rows")
+    row, calls = rows.get_row("bert", tiny=True), []
+    args = options(script, "--items", "50")
+    found = protocol.measure(instant(script, calls), row, args, tmp_path / "out.npy")
+    # 50 items are 10 a group, which are three batches of 4; a group more warms up, a call is saved.
+    assert found["calls"] == 15
+    assert len(calls) == 15 + 3 + 1
+    assert set(calls) == {"a", "b", "c"}
+    assert found["seconds"] >= 1e-3
+    assert np.load(tmp_path / "out.npy").tolist() == [[7.0] * 3] * 2
+
+
+def test_a_server_at_a_given_rate_says_whether_it_met_the_limit(script, tmp_path):
+    protocol, rows = script("peer_protocol"), script("model_rows")
+    row, calls = rows.get_row("bert", tiny=True), []
+    given = ("--scenario", "server", "--queries", "60", "--rate", "2000", "--latency-ms")
+    loose = options(script, *given, "5000")
+    tight = options(script, *given, "0.5")
+    found = protocol.measure(instant(script, calls), row, loose, tmp_path / "out.npy")["server"]
+    assert found["met"]
+    assert 1 <= found["mean_batch_size"] <= row.batch_size
+    assert found["tail_s"] >= found["median_s"] >= 1e-3
+    assert {"host 0", "host 1", "host 2", "host 3"} <= set(calls)
+    again = protocol.measure(instant(script, calls), row, tight, tmp_path / "out.npy")["server"]
+    assert not again["met"]
