@@ -19,7 +19,8 @@ from pbjax.buckets import Buckets
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.functional import shared_method
 from pbjax.packing import Packing, pack
-from pbjax.texts import check_unicode
+from pbjax.program_cache import keep_programs
+from pbjax.texts import check_unicode, warn_of_cut
 
 Pooling = Literal["mean", "first"]
 type Texts = Sequence[str] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
@@ -65,7 +66,7 @@ def embed(
       model: An encoder with `packed_hidden_state`, such as the BERT of `models`.
       texts: Texts, or rows of token ids with what the model wants around them.
       tokenizer: From `models.load_tokenizer`; needed for texts. Its truncation and padding are set.
-      max_tokens: Where texts are cut; None = at the model's longest sequence.
+      max_tokens: Where texts are cut; None = at the model's longest sequence, with a warning.
       pooling: The mean of the tokens' vectors, or the vector of the first token.
       normalize: Whether the vectors are scaled to length one.
       batch_tokens: Tokens of a batch on the device, at most, padding included.
@@ -83,6 +84,7 @@ def embed(
     Source: Reimers and Gurevych 2019, section 3 (pooling).
     """
     sequences = _sequences(model, texts, tokenizer, max_tokens)
+    keep_programs()
     if pooling not in get_args(Pooling):
         raise InputError(
             f"embed(pooling={pooling!r}): unknown; allowed are {', '.join(get_args(Pooling))};"
@@ -188,7 +190,11 @@ def _sequences(
             " ids alone, are allowed; convert them"
         )
     if strings:
-        return _encode(strings, tokenizer, limit, model.vocab_size)
+        encoded = _encode(strings, tokenizer, limit, model.vocab_size)
+        if max_tokens is None:  # Else it was asked for.
+            remedy = "the model takes no more: split them, or say max_tokens to cut them"
+            warn_of_cut("embed(texts)", encoded, limit, remedy)
+        return [encoding.ids for encoding in encoded]
     rows = [text for text in texts if not isinstance(text, str)]
     for index, row in enumerate(rows):
         _check_tokens(index, row, limit, model.vocab_size)
@@ -197,7 +203,7 @@ def _sequences(
 
 def _encode(
     texts: list[str], tokenizer: tokenizers.Tokenizer | None, limit: int, vocab_size: int
-) -> list[Tokens]:
+) -> list[tokenizers.Encoding]:
     if not isinstance(tokenizer, tokenizers.Tokenizer):
         raise InputTypeError(
             f"embed(tokenizer): a {type(tokenizer).__name__}; texts need a tokenizers.Tokenizer;"
@@ -211,7 +217,7 @@ def _encode(
     check_unicode("embed(texts)", texts)
     tokenizer.no_padding()
     tokenizer.enable_truncation(limit)
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+    return tokenizer.encode_batch_fast(texts)
 
 
 def _check_tokens(index: int, sequence: Tokens, limit: int, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The errors pbjax raises on purpose; every one is a `PbjaxError`.
+"""The errors pbjax raises on purpose, every one a `PbjaxError`, and its warnings.
 
 A message has one form: what was asked, what was found, what is allowed, what to do. It is one
 line.
@@ -7,6 +7,10 @@ line.
 
 class PbjaxError(Exception):
     """Base of every error that pbjax raises on purpose."""
+
+
+class PbjaxWarning(UserWarning):
+    """Something changed a result or a cost."""
 
 
 class InputError(PbjaxError, ValueError):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from pbjax.compile_clock import CompileClock
 from pbjax.reports import Phase
 
 # Called as progress(phase, done, total, item) when a phase begins and after each of its items.
@@ -11,7 +12,11 @@ type Progress = Callable[[str, int, int, str], None]
 
 
 class Phases:
-    """Clocks the phases of a job and passes their progress on."""
+    """Clocks the phases of a job and passes their progress on.
+
+    What JAX spends on making programs in any of them counts as phases of its own: trace, lower,
+    compile, and "load programs" for those that the compilation cache had.
+    """
 
     def __init__(self, progress: Progress | None = None):
         """Starts with no phase.
@@ -31,13 +36,19 @@ class Phases:
                 self._progress(name, done, total, item)
 
         report(0, total, "")
-        start = time.perf_counter()
+        clock, start = CompileClock(), time.perf_counter()
         try:
-            yield report
+            with clock:
+                yield report
         finally:
-            seconds = time.perf_counter() - start
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            made = clock.seconds
+            self._add(name, max(0.0, time.perf_counter() - start - sum(made.values())))
+            for step, seconds in made.items():
+                self._add(step, seconds)
         report(total, total, "done")
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def finished(self) -> tuple[Phase, ...]:
         """The phases so far, in the order in which they first began."""

@@ -1,5 +1,6 @@
 """Sentences into a text encoder, and its outputs into sentence embeddings: the demo's two ends."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from pbjax.errors import FileError, InputError
+from pbjax.errors import FileError, InputError, PbjaxWarning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,25 @@ def check_unicode(asked: str, texts: Sequence[str]) -> None:
             )
 
 
+def warn_of_cut(asked: str, encoded: Sequence, limit: int, remedy: str) -> None:
+    """Warns where a tokenizer has cut texts.
+
+    Args:
+      asked: What the texts were given as.
+      encoded: What the tokenizer made of each.
+      limit: Tokens that it kept of a text at most.
+      remedy: What its user can do.
+    """
+    cut = sum(bool(encoding.overflowing) for encoding in encoded)
+    if cut:
+        warnings.warn(
+            f"{asked}: {cut} of {len(encoded)} texts have more than {limit} tokens, of which the "
+            f"first {limit} count; {remedy}",
+            PbjaxWarning,
+            stacklevel=3,
+        )
+
+
 def encode(tokenizer, sentences: Sequence[str], seq_len: int) -> Encoded:
     """Tokenizes sentences, cut and padded to one length.
 
@@ -85,6 +105,7 @@ def encode(tokenizer, sentences: Sequence[str], seq_len: int) -> Encoded:
     tokenizer.enable_truncation(seq_len)
     tokenizer.enable_padding(length=seq_len)
     encoded = tokenizer.encode_batch(list(sentences))
+    warn_of_cut("optimize(--texts)", encoded, seq_len, "raise --seq for all of them")
     return Encoded(
         input_ids=np.array([e.ids for e in encoded], np.int32),
         attention_mask=np.array([e.attention_mask for e in encoded], np.int32),

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from jax import monitoring
 
 from pbjax import progress
 from pbjax.phases import Phases
@@ -106,6 +107,26 @@ def test_phases_are_clocked_in_order_and_summed_by_name(monkeypatch):
         with phases.phase(name):
             pass
     assert [(p.name, p.seconds) for p in phases.finished()] == [("compile", 4.0), ("measure", 2.0)]
+
+
+def test_making_programs_counts_apart_and_once(monkeypatch):
+    step, read = "/jax/core/compile/{}_duration", "/jax/compilation_cache/cache_retrieval_time_sec"
+    now = iter([0.0, 3.0, 4.0, 6.0, 7.0, 8.0, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    phases = Phases()
+    with phases.phase("measure"):
+        for event, seconds in (
+            (step.format("jaxpr_trace"), 1.0),  # from 2 to 3, inside the next
+            (step.format("jaxpr_trace"), 3.0),  # from 1 to 4
+            (step.format("backend_compile"), 2.0),  # from 4 to 6
+            (read, 0.5),  # from 6.5 to 7, inside the next
+            (step.format("backend_compile"), 1.5),  # from 6.5 to 8
+            ("/jax/other", 100.0),
+        ):
+            monitoring.record_event_duration_secs(event, seconds)
+    monitoring.record_event_duration_secs(read, 50.0)
+    found = {phase.name: phase.seconds for phase in phases.finished()}
+    assert found == {"measure": 13.5, "trace": 3.0, "compile": 2.0, "load programs": 1.5}
 
 
 def test_phase_that_fails_is_clocked_and_not_done():

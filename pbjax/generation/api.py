@@ -14,6 +14,7 @@ from pbjax.generation.prompts import Prompts, bucket, read_prompts
 from pbjax.generation.results import Completion, FinishReason, Token
 from pbjax.generation.sampling import Sampling, settings_of
 from pbjax.generation.text import TextStream, check_stop_strings
+from pbjax.program_cache import keep_programs
 
 # Tokens between two looks for stop strings where nobody waits for the text.
 CHUNK = 16
@@ -222,6 +223,7 @@ def _seeds(seed: int | Sequence[int], batch_size: int) -> np.ndarray:
 
 def _run(request: Request, chunk: int) -> Iterator[Token]:
     """Runs the programs, `chunk` tokens a call, and yields what they make."""
+    keep_programs()
     methods = {name: shared_method(request.model, name) for name in METHODS}
     decoder = Decoder(**{name: method.apply for name, method in methods.items()})
     weights = methods["decode"].params

@@ -1,0 +1,126 @@
+"""Compiled programs kept on disk, so that a second start compiles nothing: JAX's own cache.
+
+JAX finds a program by its text, options, device and versions, and keeps beside it what XLA's
+autotuning chose. Here are only the folder, that every program is kept however quickly it compiled,
+and which programs have been verified.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from pbjax.errors import FileError, PbjaxWarning
+
+VARIABLE = "PBJAX_CACHE_DIR"
+OFF = "off"
+# Of the records of verified programs, in JAX's folder.
+_VERIFIED = "pbjax_verified"
+
+
+def keep_programs() -> Path | None:
+    """Has JAX keep what it compiles from here on, unless its user has settled that.
+
+    The folder is that of $PBJAX_CACHE_DIR, where "off" means none, else on a GPU pbjax in the
+    user's cache folder. On a CPU nothing is kept by default: such a program may not run on another
+    CPU, and XLA writes a page of warnings where it is in doubt. What JAX was told about its
+    compilation cache is never changed.
+
+    Returns:
+      The folder of JAX's cache; None if there is none.
+
+    Raises:
+      FileError: The folder that $PBJAX_CACHE_DIR names cannot be made.
+    """
+    config = jax.config
+    if not config.jax_enable_compilation_cache:  # pyrefly: ignore[missing-attribute]
+        return None
+    chosen = config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
+    if chosen is not None:
+        return Path(chosen)
+    folder = _folder()
+    if folder is None:
+        return None
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+def _folder() -> Path | None:
+    named = os.environ.get(VARIABLE, "")
+    if named.lower() == OFF or (not named and jax.default_backend() != "gpu"):
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(named or f"{caches}/pbjax").expanduser().absolute()
+    try:
+        # What lies there will be run: it is the user's alone.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        text = (
+            f"{VARIABLE}={named}: {folder} cannot be made: {error.strerror}; a folder that can be "
+            f"written, or {OFF}, is allowed; set {VARIABLE}"
+        )
+        if named:
+            raise FileError(text) from error
+        warnings.warn(f"compiled programs are not kept: {text}", PbjaxWarning, stacklevel=3)
+        return None
+    return folder
+
+
+def program_key(lowered: jax.stages.Lowered, *more: object) -> str:
+    """What identifies a program that was lowered, and what was done with it.
+
+    Args:
+      lowered: The program.
+      *more: Whatever else counts, such as compiler options; its text is taken.
+
+    Returns:
+      64 hex digits.
+    """
+    client = jax.devices()[0].client
+    versions = (jax.__version__, jaxlib.__version__, client.platform_version)
+    device = jax.devices()[0].device_kind
+    digest = hashlib.sha256(repr((versions, device, more)).encode())
+    digest.update(lowered.as_text().encode())
+    return digest.hexdigest()
+
+
+def verified_difference(key: str) -> float | None:
+    """The difference that was found when a program was verified; None if it never was."""
+    try:
+        record = json.loads(_record(key).read_text())
+        return float(record["difference"])
+    except (OSError, ValueError, KeyError, TypeError):  # Absent or damaged: verified again.
+        return None
+
+
+def note_verified(key: str, difference: float) -> None:
+    """Keeps that a program has been verified, where compiled programs are kept."""
+    if not _keeps():
+        return
+    path = _record(key)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Renamed into place, so that another process reads all of it or nothing.
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"difference": difference}))
+        draft.replace(path)
+    except OSError as error:
+        text = f"verified programs are not kept: {path}: {error.strerror}"
+        warnings.warn(text, PbjaxWarning, stacklevel=2)
+
+
+def _keeps() -> bool:
+    enabled = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
+    return enabled and jax.config.jax_compilation_cache_dir is not None  # pyrefly: ignore
+
+
+def _record(key: str) -> Path:
+    if not _keeps():
+        raise FileNotFoundError("no programs are kept")
+    folder = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
+    return Path(folder) / _VERIFIED / f"{key}.json"
