@@ -22,6 +22,7 @@ from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
+from pbjax.program_cache import keep_programs
 from pbjax.reports import Report, SplitTimetable
 from pbjax.schedule import timetable
 from pbjax.step import OptimizedStep
@@ -114,6 +115,7 @@ def optimize(
       DeviceError: The device, or a profile, is not of the kind that JAX runs on.
     """
     _check_unroll(unroll)
+    keep_programs()
     phases = Phases(progress)
     device = _this_device(device)
     if state is not None:
