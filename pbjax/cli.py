@@ -8,6 +8,8 @@ argument or file; 3 an unsupported configuration; 4 tensors that do not fit; 5 a
 
 import json
 import sys
+import time
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
@@ -106,7 +108,8 @@ def optimize(
     """Optimise a text encoder for a batch of sentences, and embed them."""
     from pbjax.progress import ProgressPrinter
 
-    with _exit_codes(), ProgressPrinter() as progress:
+    interrupted = "what --profile has measured is kept" if profile else ""
+    with _exit_codes(interrupted), ProgressPrinter() as progress:
         sizes = _sizes(split)
         say = (lambda text: None) if as_json else print
         models = import_module("models")
@@ -116,6 +119,7 @@ def optimize(
         from pbjax.search import search
 
         sentences = text.read_sentences(texts, batch)
+        start = time.perf_counter()
         encoder = models.load(
             model,
             dtype,
@@ -123,6 +127,8 @@ def optimize(
             report=say,
             progress=lambda done, total: progress("load", done // MB, total // MB, "MB"),
         )
+        load_s = time.perf_counter() - start
+        say(f"weights loaded and checked in {load_s:.1f} s")
         encoded = text.encode(models.load_tokenizer(model), sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)
         fast = run(encoder, *inputs, split=sizes, profile=profile, plan=plan, progress=progress)
@@ -145,7 +151,7 @@ def optimize(
             say(f"  {pair.cosine:.3f}  {pair.first}\n         {pair.second}")
         if as_json:
             found = [{"cosine": p.cosine, "first": p.first, "second": p.second} for p in pairs]
-            print(json.dumps({**report.to_dict(), "similar": found}))
+            print(json.dumps({**report.to_dict(), "load_weights_s": load_s, "similar": found}))
         elif save_plan is not None:
             print(f"plan written to {save_plan}")
 
@@ -185,12 +191,18 @@ def _numpy(output):
 
 
 @contextmanager
-def _exit_codes() -> Generator[None]:
-    """Turns the errors that are raised on purpose into one line on stderr and an exit code."""
+def _exit_codes(interrupted: str = "") -> Generator[None]:
+    """Turns warnings, and errors that are raised on purpose, into a line on stderr and a code.
+
+    Args:
+      interrupted: What becomes of the work if the user ends it.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
     except KeyboardInterrupt:
-        print("interrupted; what --profile has measured is kept", file=sys.stderr)
+        print(f"interrupted{interrupted and '; '}{interrupted}", file=sys.stderr)
         raise typer.Exit(130) from None
     except Exception as error:
         code = _exit_code(error)
@@ -198,6 +210,10 @@ def _exit_codes() -> Generator[None]:
             raise
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(code) from error
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _exit_code(error: Exception) -> int | None:
