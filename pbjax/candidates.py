@@ -1,18 +1,21 @@
-"""Every way to split a batch and stagger its sub-batches, predicted on demand.
+"""Every way to split a batch, stagger its sub-batches and share the SMs out, predicted on demand.
 
 The sizes of a candidate are unordered: the order of two sub-batches changes nothing once their
 staggers go with them, and adding one number to all staggers changes nothing either. Of each sizes
 the staggers are first bounded by what each pair of sub-batches can save; only those that may beat
-what is known are predicted. Which sizes to visit is decided in `search`.
+what is known are predicted. SM budgets come from the table: those that stages were measured at.
+Which sizes to visit is decided in `search`.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import permutations, product
 
 from pbjax.errors import InputError, MemoryBudgetError
+from pbjax.meetings import measured_budgets
 from pbjax.outline import Outline
+from pbjax.profile_table import Profile
 from pbjax.schedule import MAX_SUB_BATCHES, Split, check_staggers, timetable
 from pbjax.throughput import Evaluator, Prediction
 
@@ -25,11 +28,19 @@ TIE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A split with its staggers and what the table says about it."""
+    """A split with its staggers and budgets, and what the table says about it.
+
+    Attributes:
+      split: Sizes of the sub-batches.
+      staggers: How many stages each runs ahead.
+      prediction: Of the table.
+      sm_budgets: As in `Plan`; empty for none.
+    """
 
     split: Split
     staggers: Staggers
     prediction: Prediction
+    sm_budgets: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +51,7 @@ class SearchOptions:
       max_sub_batches: Most sub-batches of a candidate.
       staggers: Fixed staggers; a candidate with fewer sub-batches takes the first of them. None
         searches them.
+      sm_budgets: Fixed budgets, none of them if empty; None searches those of the table.
       first_window: Window that a slide starts with, as a share of the batch.
       decay: What the window is multiplied by when no neighbour is better.
       saturation_rounds: How many rounds together must gain.
@@ -50,6 +62,7 @@ class SearchOptions:
 
     max_sub_batches: int = MAX_SUB_BATCHES
     staggers: Staggers | None = None
+    sm_budgets: Mapping[str, int] | None = None
     first_window: float = 0.125
     decay: float = 0.5
     saturation_rounds: int = 8
@@ -89,35 +102,46 @@ def predicted_bytes(outline: Outline, split: Split, staggers: Staggers) -> int:
     return weights + math.ceil(largest)
 
 
+# The number of the budgets, then the staggers.
+type _Way = tuple[int, Staggers]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The best staggers known of some sizes; `rounded` is what makespans are compared by."""
+    """The best way known to run some sizes; `rounded` is what makespans are compared by."""
 
     rounded: int
     makespan_s: float
-    staggers: Staggers
+    way: _Way
 
 
 class Candidates:
     """The candidates of one batch: what is known of them, and what it cost to know.
 
     Attributes:
+      evaluator: Predicts without budgets.
       counts: Numbers of sub-batches that are allowed.
       choices: For each number of sub-batches, every stagger.
       smallest: Smallest sub-batch.
-      evaluations: Predictions of one split with one choice of staggers.
-      bounds: Sizes of which all staggers were bounded at once.
+      visit_cost: Predictions and bounds that visiting sizes takes at least.
+      evaluations: Predictions of one split with one choice of staggers and budgets.
+      bounds: Sizes of which all staggers were bounded at once, counted for each choice of budgets.
       dropped: Candidates over the memory limit.
-      found: Sizes that were predicted, with their best staggers.
+      found: Sizes that were predicted, with the best way known to run them.
     """
 
-    def __init__(self, evaluator: Evaluator, batch_size: int, options: SearchOptions):
+    def __init__(self, outline: Outline, profile: Profile, batch_size: int, options: SearchOptions):
         """Lays out the space.
 
         Raises:
           InputError: The batch was not measured, or the fixed staggers do not fit the program.
         """
-        self.evaluator = evaluator
+        fixed = options.sm_budgets
+        budgets = measured_budgets(outline, profile) if fixed is None else (fixed,)
+        self._evaluators = [Evaluator(outline, profile, each) for each in budgets]
+        self._useful = sum(not each.saves_nothing for each in self._evaluators)
+        self.visit_cost = max(1, self._useful)
+        evaluator = self.evaluator = self._evaluators[0]
         self.batch_size = batch_size
         self.options = options
         self.evaluations = self.bounds = self.dropped = 0
@@ -153,12 +177,16 @@ class Candidates:
 
     def num_candidates(self) -> int:
         """How many splits there are, each counted with each choice of staggers."""
-        return sum(self.num_sizes(count) * len(self.choices[count]) for count in self.counts)
+        ways = {
+            n: len(c) * (len(self._evaluators) if n > 1 else 1) for n, c in self.choices.items()
+        }
+        return sum(self.num_sizes(count) * ways[count] for count in self.counts)
 
     def predict_all(self, sizes: Sizes) -> None:
-        """Predicts these sizes with every choice of staggers."""
+        """Predicts these sizes with every choice of staggers and budgets."""
         for staggers in self._allowed(sizes):
-            self._predict(sizes, staggers)
+            for number in self._numbers(sizes):
+                self._predict(sizes, (number, staggers))
 
     def visit(self, sizes: Sizes) -> float:
         """The makespan of these sizes, or a bound from below that is worse than the best known."""
@@ -173,27 +201,32 @@ class Candidates:
         return min([s for s in sizes if self.found[s].rounded == least], key=self._tie_order)
 
     def candidate(self, sizes: Sizes) -> Candidate:
-        """The candidate of these sizes; of equal staggers those under which classes meet least."""
-        makespans = {self.found[sizes].staggers: self.found[sizes].rounded}
-        for bound, staggers in self._promising(sizes):
+        """The candidate of these sizes; of equal ways that under which classes meet least."""
+        makespans = {self.found[sizes].way: self.found[sizes].rounded}
+        for bound, way in self._promising(sizes):
             if bound > self.found[sizes].rounded:
                 break
-            makespans[staggers] = self._rounded(self._predict(sizes, staggers))
+            makespans[way] = self._rounded(self._predict(sizes, way))
         least = min(makespans.values())
-        equal = [staggers for staggers, makespan in makespans.items() if makespan == least]
+        equal = [way for way, makespan in makespans.items() if makespan == least]
         ideal = self.evaluator.ideal_seconds
 
-        def rank(each: Staggers) -> tuple[int, int, Staggers]:
+        def rank(way: _Way) -> tuple[int, int, int, Staggers]:
             # Of staggers that nothing tells apart, those with the most different stages: whatever
-            # overlap was not measured can only come from there.
-            return self._rounded(ideal(sizes, each)), -len(set(each)), each
+            # overlap was not measured can only come from there. Of budgets, none.
+            number, each = way
+            return number, self._rounded(ideal(sizes, each)), -len(set(each)), each
 
-        staggers = min(equal, key=rank)
+        number, staggers = min(equal, key=rank)
         if self.options.staggers is not None:
             sizes, staggers = _as_fixed(sizes, staggers, self.options.staggers)
-        split = Split(sizes=sizes)
-        prediction = self.evaluator.evaluate(split, staggers)
-        return Candidate(split=split, staggers=staggers, prediction=prediction)
+        split, evaluator = Split(sizes=sizes), self._evaluators[number]
+        return Candidate(
+            split=split,
+            staggers=staggers,
+            prediction=evaluator.evaluate(split, staggers),
+            sm_budgets=evaluator.sm_budgets if len(sizes) > 1 else {},
+        )
 
     def refusal(self) -> MemoryBudgetError:
         """Says that nothing is within the memory limit."""
@@ -224,58 +257,66 @@ class Candidates:
         self.dropped += len(choices) - len(allowed)
         return allowed
 
+    def _numbers(self, sizes: Sizes) -> list[int]:
+        """The budgets under which these sizes were measured, by their numbers."""
+        if len(sizes) == 1:
+            return [0]
+        every = enumerate(self._evaluators)
+        return [i for i, each in every if not each.sm_budgets or each.covers(sizes)]
+
     def _visit(self, sizes: Sizes) -> float:
         least = self._least.get(len(sizes), math.inf)
-        # A bound on one choice of staggers is worth less than its prediction.
-        if len(self.choices[len(sizes)]) == 1:
-            return min((self._predict(sizes, s) for s in self._allowed(sizes)), default=math.inf)
-        if not self.evaluator.saves_nothing:
-            self.bounds += 1
-            bound = self._bound(sizes)
+        numbers, choices = self._numbers(sizes), self.choices[len(sizes)]
+        # A bound on one choice is worth less than its prediction.
+        if len(choices) * len(numbers) == 1:
+            ways = [(numbers[0], staggers) for staggers in self._allowed(sizes)]
+            return min((self._predict(sizes, way) for way in ways), default=math.inf)
+        if self._useful:
+            evaluators = [self._evaluators[i] for i in numbers]
+            self.bounds += sum(not each.saves_nothing for each in evaluators)
+            bound = min(self._bound(sizes, each) for each in evaluators)
             if self._rounded(bound) > least:
                 return bound
         return self._predict_promising(sizes, least)
 
     def _predict_promising(self, sizes: Sizes, least: float | int) -> float:
         value = math.inf
-        for bound, staggers in self._promising(sizes):
+        for bound, way in self._promising(sizes):
             known = self.found.get(sizes)
             if bound > least or (known and bound >= known.rounded):
                 return min(value, bound * self._tie_s)
-            value = min(value, self._predict(sizes, staggers))
+            value = min(value, self._predict(sizes, way))
         return value
 
-    def _promising(self, sizes: Sizes) -> Iterator[tuple[int, Staggers]]:
-        """All allowed staggers with a bound on their rounded makespan, the least first."""
+    def _promising(self, sizes: Sizes) -> Iterator[tuple[int, _Way]]:
+        """All allowed ways with a bound on their rounded makespan, the least first."""
         allowed = self._allowed(sizes)
         alone = sum([self.evaluator.chain_seconds(size) for size in sizes])
-        if len(sizes) == 1 or self.evaluator.saves_nothing:
+        if len(sizes) == 1 or not self._useful:
             rounded = self._rounded(alone)
-            yield from ((rounded, staggers) for staggers in allowed)
+            yield from ((rounded, (0, staggers)) for staggers in allowed)
             return
-        last, totals = len(self.evaluator.outline.block) - 1, self.evaluator.pair_totals
-        ab = totals(sizes[0], sizes[1])
-        if len(sizes) == 2:
-            saved = [ab[a - b + last] for a, b in allowed]
-        else:
-            ac, bc = totals(sizes[0], sizes[2]), totals(sizes[1], sizes[2])
-            saved = [ab[a - b + last] + ac[a - c + last] + bc[b - c + last] for a, b, c in allowed]
-        order = sorted(range(len(allowed)), key=saved.__getitem__, reverse=True)
+        saved = []
+        for number in self._numbers(sizes):
+            each = _most_saved(self._evaluators[number], sizes, allowed)
+            saved += [(-most, number, i) for i, most in enumerate(each)]
         # One by one: most callers stop after a few.
-        yield from ((self._rounded(alone - saved[i]), allowed[i]) for i in order)
+        for less, number, i in sorted(saved):
+            yield self._rounded(alone + less), (number, allowed[i])
 
-    def _bound(self, sizes: Sizes) -> float:
-        chain, totals = self.evaluator.chain_seconds, self.evaluator.pair_totals
+    def _bound(self, sizes: Sizes, evaluator: Evaluator) -> float:
+        chain, totals = evaluator.chain_seconds, evaluator.pair_totals
         pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
         return sum([chain(size) for size in sizes]) - sum([max(totals(a, b)) for a, b in pairs])
 
-    def _predict(self, sizes: Sizes, staggers: Staggers) -> float:
+    def _predict(self, sizes: Sizes, way: _Way) -> float:
         self.evaluations += 1
-        makespan = self.evaluator.makespan(sizes, staggers)
+        number, staggers = way
+        makespan = self._evaluators[number].makespan(sizes, staggers)
         rounded = self._rounded(makespan)
         known = self.found.get(sizes)
         if known is None or rounded < known.rounded:
-            self.found[sizes] = _Found(rounded=rounded, makespan_s=makespan, staggers=staggers)
+            self.found[sizes] = _Found(rounded=rounded, makespan_s=makespan, way=way)
             self._least[len(sizes)] = min(self._least.get(len(sizes), rounded), rounded)
         return makespan
 
@@ -284,9 +325,20 @@ class Candidates:
 
     def _tie_order(self, sizes: Sizes) -> tuple[float, float, int, Sizes]:
         found = self.found[sizes]
-        prediction = self.evaluator.evaluate(Split(sizes=sizes), found.staggers)
+        number, staggers = found.way
+        prediction = self._evaluators[number].evaluate(Split(sizes=sizes), staggers)
         balance, bubbles = round(prediction.balance, 9), round(prediction.bubble_fraction, 9)
         return -balance, bubbles, len(sizes), tuple(-size for size in sizes)
+
+
+def _most_saved(evaluator: Evaluator, sizes: Sizes, choices: list[Staggers]) -> list[float]:
+    """Seconds that two or three sub-batches save at most, for each choice of staggers."""
+    last, totals = len(evaluator.outline.block) - 1, evaluator.pair_totals
+    ab = totals(sizes[0], sizes[1])
+    if len(sizes) == 2:
+        return [ab[a - b + last] for a, b in choices]
+    ac, bc = totals(sizes[0], sizes[2]), totals(sizes[1], sizes[2])
+    return [ab[a - b + last] + ac[a - c + last] + bc[b - c + last] for a, b, c in choices]
 
 
 def _as_fixed(sizes: Sizes, staggers: Staggers, fixed: Staggers) -> tuple[Sizes, Staggers]:

@@ -163,11 +163,5 @@ def nearest(batch_sizes: Sequence[tuple[int, int]], size_a: int, size_b: int) ->
     return distances.index(min(distances))
 
 
-def saved_seconds(time_a: float, time_b: float, slowdowns: tuple[float, float]) -> float:
-    """Seconds that two stages save together; neither gets faster by company."""
-    together = max(time_a * max(slowdowns[0], 1.0), time_b * max(slowdowns[1], 1.0))
-    return max(0.0, time_a + time_b - together)
-
-
 def _is_seconds(value: float) -> bool:
     return value >= 0 and math.isfinite(value)

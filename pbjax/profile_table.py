@@ -22,7 +22,6 @@ from pbjax.profile_rows import (
     Row,
     measured_size,
     nearest,
-    saved_seconds,
 )
 
 SCHEMA_VERSION = 1
@@ -46,6 +45,7 @@ class Profile:
     rows: tuple[Row, ...] = ()
     corun: tuple[CorunRow, ...] = ()
     _curves: Mapping[tuple[str, int], Curve] = field(init=False, repr=False, compare=False)
+    _budgets: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _pairs: Mapping[tuple[str, str], tuple[CorunRow, ...]] = field(
         init=False, repr=False, compare=False
     )
@@ -57,6 +57,7 @@ class Profile:
         _refuse_repeats(self.rows)
         _refuse_repeats(self.corun)
         object.__setattr__(self, "_curves", _curves(self.rows))
+        object.__setattr__(self, "_budgets", _budgets(self._curves))
         object.__setattr__(self, "_pairs", _pairs(self.corun))
 
     def curve(self, stage: StageInfo, sm_budget: int = 0) -> Curve:
@@ -90,37 +91,53 @@ class Profile:
         """
         return self.curve(stage, sm_budget).at(batch_size)
 
+    def budgets(self, stage: StageInfo) -> tuple[int, ...]:
+        """The SM budgets that a stage was measured at; 0 for none."""
+        return self._budgets.get(stage.fingerprint, ())
+
     def corun_rows(self, stage_a: StageInfo, stage_b: StageInfo) -> tuple[CorunRow, ...]:
         """What was measured of two stages together, written with stage_a first."""
         return self._pairs.get((stage_a.fingerprint, stage_b.fingerprint), ())
 
     def pair_saving(
-        self, stage_a: StageInfo, batch_a: int, stage_b: StageInfo, batch_b: int
+        self,
+        first: tuple[StageInfo, int],
+        second: tuple[StageInfo, int],
+        sm_budgets: tuple[int, int] = (0, 0),
     ) -> float:
         """Share of the summed seconds that running two stages together saves.
 
-        saving = 1 - max(t_a s_a, t_b s_b) / (t_a + t_b)
+        saving = 1 - together / (t_a + t_b),   together = max(t'_a s_a, t'_b s_b, t_a, t_b)
 
-        with the slowdowns s of the row whose batch sizes are nearest in ratio. A pair that is
-        slower together than one after the other saves nothing: it need not run together.
+        with the seconds t alone, t' alone at the budgets, and the slowdowns s of the row whose
+        batch sizes are nearest in ratio. Without budgets a pair that is slower together saves
+        nothing: it need not run together. With budgets it must, and where no row was measured
+        together = t'_a + t'_b.
 
         Args:
-          stage_a: One stage.
-          batch_a: Its rows.
-          stage_b: The other stage.
-          batch_b: Its rows.
+          first: A stage and its rows.
+          second: The other.
+          sm_budgets: Of both; 0 for none.
 
         Returns:
-          From 0, also where no row was measured, to 0.5: nothing is assumed to overlap.
+          At most 0.5. Without budgets from 0, also where no row was measured: nothing is assumed to
+          overlap.
         """
-        rows = self.corun_rows(stage_a, stage_b)
-        if not rows:
+        (stage_a, size_a), (stage_b, size_b) = first, second
+        rows = [r for r in self.corun_rows(stage_a, stage_b) if r.sm_budgets == sm_budgets]
+        alone = self.seconds(stage_a, size_a), self.seconds(stage_b, size_b)
+        within = tuple(
+            self.seconds(*side, b) for side, b in zip((first, second), sm_budgets, strict=True)
+        )
+        if not sum(alone) or not (rows or any(sm_budgets)):
             return 0.0
-        measured = [row.batch_sizes for row in rows]
-        row = rows[nearest(measured, measured_size(batch_a), measured_size(batch_b))]
-        time_a, time_b = self.seconds(stage_a, batch_a), self.seconds(stage_b, batch_b)
-        total = time_a + time_b
-        return saved_seconds(time_a, time_b, row.slowdowns) / total if total > 0 else 0.0
+        together = sum(within)
+        if rows:
+            measured = [row.batch_sizes for row in rows]
+            row = rows[nearest(measured, measured_size(size_a), measured_size(size_b))]
+            together = max(t * max(s, 1.0) for t, s in zip(within, row.slowdowns, strict=True))
+        saving = 1 - max(together, *alone) / sum(alone)
+        return saving if any(sm_budgets) else max(0.0, saving)
 
     def merge(self, other: "Profile") -> "Profile":
         """The rows of both tables; where both have one, that of the newer table.
@@ -237,6 +254,13 @@ def _curves(rows: Iterable[Row]) -> dict[tuple[str, int], Curve]:
             seconds=tuple(row.median_s for row in members),
         )
     return curves
+
+
+def _budgets(curves: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for fingerprint, budget in sorted(curves):
+        found[fingerprint] = (*found.get(fingerprint, ()), budget)
+    return found
 
 
 def _pairs(rows: Iterable[CorunRow]) -> dict[tuple[str, str], tuple[CorunRow, ...]]:

@@ -23,7 +23,6 @@ from pbjax.errors import InputError
 from pbjax.outline import Outline
 from pbjax.profile_table import Profile
 from pbjax.schedule import Split
-from pbjax.throughput import Evaluator
 
 type Policy = Literal["window", "exhaustive"]
 
@@ -62,8 +61,9 @@ class SearchResult:
         one with fewer bubbles, then the first in a fixed order.
       runner_up: The best of the other sizes that were predicted; None if there are none.
       by_count: The best candidate with one, two and three sub-batches.
-      evaluations: Predictions of one split with one choice of staggers.
-      bounds: Sizes of which all staggers were bounded at once, before any prediction.
+      evaluations: Predictions of one split with one choice of staggers and budgets.
+      bounds: Sizes of which all staggers were bounded at once, before any prediction, counted for
+        each choice of budgets.
       dropped: Candidates over the memory limit, not predicted.
       seconds: What the search took.
       trajectory: Where its slides stood, in order.
@@ -90,7 +90,7 @@ def search(
     options: SearchOptions | None = None,
     policy: Policy = "window",
 ) -> SearchResult:
-    """Searches the split of a batch, and its staggers, with the shortest predicted makespan.
+    """Searches the split of a batch, its staggers and SM budgets, with the shortest makespan.
 
     Args:
       outline: The program.
@@ -114,7 +114,7 @@ def search(
             "leave it out for 'window'"
         )
     options = options or SearchOptions()
-    candidates = Candidates(Evaluator(outline, profile), batch_size, options)
+    candidates = Candidates(outline, profile, batch_size, options)
     trajectory: list[Visit] = []
     if policy == "window":
         trajectory = _Window(candidates).slide_all()
@@ -124,7 +124,7 @@ def search(
                 candidates.predict_all(sizes)
     outcome = _outcome(candidates)
     best = outcome.by_count[outcome.best]
-    decision = (options, policy, batch_size, best.split, best.staggers)
+    decision = (options, policy, batch_size, best.split, best.staggers, best.sm_budgets)
     return SearchResult(
         best=best,
         runner_up=outcome.runner_up,
@@ -142,7 +142,7 @@ def search(
 def best_staggers(
     outline: Outline, profile: Profile, split: Split, options: SearchOptions | None = None
 ) -> Candidate:
-    """The best staggers of a split whose sizes are given; they keep their order.
+    """The best staggers and budgets of a split whose sizes are given; they keep their order.
 
     Args:
       outline: The program.
@@ -164,7 +164,7 @@ def best_staggers(
             f"{options.max_sub_batches} sub-batches; neither is allowed here; predict fixed "
             "staggers with pbjax.throughput.evaluate"
         )
-    candidates = Candidates(Evaluator(outline, profile), split.batch_size, options)
+    candidates = Candidates(outline, profile, split.batch_size, options)
     for size in split.sizes:
         candidates.evaluator.chain_seconds(size)
     candidates.visit(split.sizes)
@@ -182,7 +182,8 @@ class _Window:
         self.trajectory: list[Visit] = []
         space = candidates.num_candidates()
         # Comparing equal staggers of what was found, at the end, comes on top.
-        ends = 4 * max(len(choices) for choices in candidates.choices.values())
+        ways = max(len(choices) for choices in candidates.choices.values())
+        ends = 4 * ways * candidates.visit_cost
         budget = space * 2 if space <= SMALL_SPACE else space // 10 - ends
         self.budget = min(self.options.max_evaluations, budget)
 
@@ -199,7 +200,7 @@ class _Window:
         return self.trajectory
 
     def _slide_count(self, count: int, reserve: int) -> None:
-        left = self.left - reserve
+        left = (self.left - reserve) // self.candidates.visit_cost
         seeds = self._seeds(count, max(2, min(MAX_SEEDS, left // 3)))
         whole = self.candidates.num_sizes(count) <= min(left, FEW_SIZES)
         for sizes in self.candidates.all_sizes(count) if whole else seeds:
@@ -212,7 +213,7 @@ class _Window:
         options, visit = self.options, self.candidates.visit
         window = max(1, int(self.candidates.batch_size * options.first_window))
         value, gains = visit(sizes), []
-        while window and self.left >= reserve + ROUND:
+        while window and self.left >= reserve + ROUND * self.candidates.visit_cost:
             nearest = min((sizes, *self._neighbours(sizes, window)), key=visit)
             gains.append(max(0.0, value - visit(nearest)))
             self._note(sizes, value, window)

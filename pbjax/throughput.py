@@ -2,7 +2,8 @@
 
 The time of a slot is the sum of its tasks' seconds, less what each pair of them saves by running
 together, and never less than its longest task; the makespan is the sum over the slots. Nothing
-overlaps that was not measured to overlap. Which split to take is not decided here.
+overlaps that was not measured to overlap. Under SM budgets stages of different classes that meet in
+a slot take the seconds measured at their budgets. Which split to take is not decided here.
 """
 
 import math
@@ -13,7 +14,8 @@ from itertools import pairwise
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.outline import Outline, StageInfo
+from pbjax.meetings import find_pairs, slowed, stage_budgets
+from pbjax.outline import Outline
 from pbjax.profile_rows import measured_size, nearest
 from pbjax.profile_table import Profile
 from pbjax.schedule import MAX_SUB_BATCHES, Split, timetable
@@ -42,43 +44,39 @@ class Prediction:
     ideal_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """Two positions of the chain that were measured together.
-
-    Positions count the prologue as 0, the block's stages from 1, the epilogue as the last.
-
-    Attributes:
-      first: Position of the first sub-batch.
-      second: Position of the second.
-      slowdowns: Of both, for each measured pair of batch sizes; at least 1.
-      meetings: By how many stages the first must run ahead for them to meet, and how often then.
-    """
-
-    first: int
-    second: int
-    slowdowns: tuple[tuple[float, float], ...]
-    meetings: tuple[tuple[int, int], ...]
-
-
 class Evaluator:
     """Predicts many splits of one program from one table; remembers what they share."""
 
-    def __init__(self, outline: Outline, profile: Profile):
+    def __init__(
+        self, outline: Outline, profile: Profile, sm_budgets: Mapping[str, int] | None = None
+    ):
         """Looks every stage up.
+
+        Args:
+          outline: The program.
+          profile: Its measured table.
+          sm_budgets: By class, how many SMs the kernels of a stage may fill in a slot with stages
+            of several classes. None and an empty one set none.
 
         Raises:
           InputError: A stage of the program was never measured.
         """
         self.outline = outline
+        self.sm_budgets = dict(sm_budgets or {})
         chain = (outline.prologue, *outline.block, outline.epilogue)
         self._curves = [None if stage is None else profile.curve(stage) for stage in chain]
         self._classes = [None if stage is None else stage.resource for stage in chain]
-        self._pairs = _pairs(outline, chain, profile)
+        budgets = stage_budgets(outline, profile, self.sm_budgets)
+        self._within = [
+            curve if not budget or stage is None else profile.curve(stage, budget)
+            for stage, curve, budget in zip(chain, self._curves, budgets, strict=True)
+        ]
+        self._pairs = find_pairs(outline, profile, budgets)
         self._repeats = [1, *([outline.num_blocks] * len(outline.block)), 1]
         # One more position than the chain has stands for a sub-batch that is not in the slot.
         self._width = len(chain) + 1
         self._times: dict[int, tuple[float, ...]] = {}
+        self._budget_times: dict[int, tuple[float, ...]] = {}
         self._chains: dict[int, float] = {}
         self._savings: dict[tuple[int, int], list[float]] = {}
         self._totals: dict[tuple[int, int], list[float]] = {}
@@ -98,13 +96,19 @@ class Evaluator:
     @property
     def kinks(self) -> tuple[int, ...]:
         """Batch sizes where the predicted seconds may bend or jump, ascending."""
-        kinks = {size for curve in self._curves if curve for size in curve.sizes}
+        kinks = {size for curve in (*self._curves, *self._within) if curve for size in curve.sizes}
         for batch_sizes in self._pairs:
             sizes = sorted({size for pair in batch_sizes for size in pair})
             # Between two measured sizes the nearer one changes at their geometric mean.
             means = [math.isqrt(a * b) for a, b in pairwise(sizes)]
             kinks.update(means, [mean + 1 for mean in means])
         return tuple(sorted(kinks))
+
+    def covers(self, sizes: Sequence[int]) -> bool:
+        """Whether every stage was measured at these sizes under its budget."""
+        low = max(curve.sizes[0] for curve in self._within if curve)
+        high = min(curve.sizes[-1] for curve in self._within if curve)
+        return low <= measured_size(min(sizes)) and measured_size(max(sizes)) <= high
 
     def evaluate(self, split: Split, staggers: tuple[int, ...]) -> Prediction:
         """Predicts one split.
@@ -191,6 +195,16 @@ class Evaluator:
             found = self._times[batch_size] = (*at, 0.0)
         return found
 
+    def _seconds_within(self, batch_size: int) -> tuple[float, ...]:
+        """As `_seconds`, of each stage under its budget."""
+        if not self.sm_budgets:
+            return self._seconds(batch_size)
+        found = self._budget_times.get(batch_size)
+        if found is None:
+            at = [curve.at(batch_size) if curve else 0.0 for curve in self._within]
+            found = self._budget_times[batch_size] = (*at, 0.0)
+        return found
+
     def _class_seconds(self, sizes: Sequence[int]) -> dict[ResourceClass, float]:
         busy = dict.fromkeys(ResourceClass, 0.0)
         for size in sizes:
@@ -221,19 +235,29 @@ class Evaluator:
         found = self._savings.get((size_a, size_b))
         if found is None:
             first, second = self._seconds(size_a), self._seconds(size_b)
+            within_a, within_b = self._seconds_within(size_a), self._seconds_within(size_b)
             width = self._width
             found = [0.0] * width**2
             measured_a, measured_b = measured_size(size_a), measured_size(size_b)
             for batch_sizes, pairs in self._pairs.items():
-                row = nearest(batch_sizes, measured_a, measured_b)
+                row = nearest(batch_sizes, measured_a, measured_b) if batch_sizes else None
                 for pair in pairs:
-                    # As profile_rows.saved_seconds; written out, since the search lives here.
-                    slow_a, slow_b = pair.slowdowns[row]
-                    time_a, time_b = first[pair.first], second[pair.second]
-                    slowed_a, slowed_b = time_a * slow_a, time_b * slow_b
-                    together = slowed_a if slowed_a > slowed_b else slowed_b
-                    if time_a + time_b > together:
-                        found[pair.first * width + pair.second] = time_a + time_b - together
+                    # As Profile.pair_saving; written out, since the search lives here.
+                    alone_a, alone_b = first[pair.first], second[pair.second]
+                    time_a, time_b = alone_a, alone_b
+                    if pair.budgeted:
+                        time_a, time_b = within_a[pair.first], within_b[pair.second]
+                    if row is None:
+                        together = time_a + time_b
+                    else:
+                        slow_a, slow_b = pair.slowdowns[row]
+                        slowed_a, slowed_b = time_a * slow_a, time_b * slow_b
+                        together = slowed_a if slowed_a > slowed_b else slowed_b
+                    if pair.budgeted:  # no slot is shorter than its longest stage with all SMs
+                        together = max(together, alone_a, alone_b)
+                    saving = alone_a + alone_b - together
+                    if saving > 0 or pair.budgeted:
+                        found[pair.first * width + pair.second] = saving
             self._savings[size_a, size_b] = found
         return found
 
@@ -268,10 +292,15 @@ class Evaluator:
 
 
 def evaluate(
-    outline: Outline, profile: Profile, split: Split, staggers: tuple[int, ...]
+    outline: Outline,
+    profile: Profile,
+    split: Split,
+    staggers: tuple[int, ...],
+    *,
+    sm_budgets: Mapping[str, int] | None = None,
 ) -> Prediction:
     """Predicts one split of a program; for many, keep an `Evaluator`."""
-    return Evaluator(outline, profile).evaluate(split, staggers)
+    return Evaluator(outline, profile, sm_budgets).evaluate(split, staggers)
 
 
 def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
@@ -307,42 +336,8 @@ def _largest_saving(profile: Profile) -> float:
     # max(x s, (1 - x) t) is least where both are equal, and is then s t / (s + t).
     largest = 0.0
     for row in profile.corun:
-        s, t = _at_least_one(row.slowdowns)
+        if any(row.sm_budgets):
+            return 0.5  # its seconds alone were measured on fewer SMs: its slowdowns say no more
+        s, t = slowed(row)
         largest = max(largest, 1 - s * t / (s + t))
     return largest
-
-
-def _pairs(
-    outline: Outline, chain: Sequence[StageInfo | None], profile: Profile
-) -> dict[tuple[tuple[int, int], ...], list[_Pair]]:
-    """The pairs of positions with rows, by the batch sizes that were measured."""
-    pairs: dict[tuple[tuple[int, int], ...], list[_Pair]] = {}
-    for first, stage_a in enumerate(chain):
-        for second, stage_b in enumerate(chain):
-            rows = profile.corun_rows(stage_a, stage_b) if stage_a and stage_b else ()
-            if rows:
-                pair = _Pair(
-                    first=first,
-                    second=second,
-                    slowdowns=tuple(_at_least_one(row.slowdowns) for row in rows),
-                    meetings=_meetings(outline, first, second),
-                )
-                pairs.setdefault(tuple(row.batch_sizes for row in rows), []).append(pair)
-    return pairs
-
-
-def _at_least_one(slowdowns: tuple[float, float]) -> tuple[float, float]:
-    return max(slowdowns[0], 1.0), max(slowdowns[1], 1.0)
-
-
-def _meetings(outline: Outline, first: int, second: int) -> tuple[tuple[int, int], ...]:
-    num_stages, num_blocks = len(outline.block), outline.num_blocks
-    inner = range(1, num_stages + 1)
-    ahead = first - second
-    if first not in inner or second not in inner:
-        return ((ahead, 1),) if abs(ahead) < num_stages else ()
-    if ahead == 0 or num_blocks == 1:
-        return ((ahead, num_blocks),)
-    # They also meet when the first is in the next block, or the second is; once less, at the ends.
-    other = ahead - num_stages if ahead > 0 else ahead + num_stages
-    return (ahead, num_blocks), (other, num_blocks - 1)

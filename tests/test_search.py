@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from hashlib import sha256
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +45,7 @@ def stage(name, resource=ResourceClass.CUDA, bytes_per_row=1.0, weight_bytes=0):
     )
 
 
-def row(stage, batch_size, median_s):
+def row(stage, batch_size, median_s, sm_budget=0):
     return Row(
         stage=stage.name,
         fingerprint=stage.fingerprint,
@@ -52,19 +53,19 @@ def row(stage, batch_size, median_s):
         dtype=stage.dtype,
         batch_size=batch_size,
         shape=stage.shape,
-        sm_budget=0,
+        sm_budget=sm_budget,
         median_s=median_s,
         spread_s=0.0,
         samples=1,
     )
 
 
-def corun(a, b, sizes, slowdowns):
+def corun(a, b, sizes, slowdowns, sm_budgets=(0, 0)):
     return CorunRow(
         stages=(a.name, b.name),
         fingerprints=(a.fingerprint, b.fingerprint),
         batch_sizes=sizes,
-        sm_budgets=(0, 0),
+        sm_budgets=sm_budgets,
         slowdowns=slowdowns,
     )
 
@@ -116,6 +117,37 @@ def random_table(chance, outline, batch_size, num_extra=0):
     return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
+def with_budgets(chance, outline, profile):
+    """The table with rows of stages and pairs of the block at two choices of budgets."""
+    sizes = sorted({each.batch_size for each in profile.rows})
+    sizes = sizes[chance.randint(0, 1) * (len(sizes) > 3) :]
+    rows, pairs = list(profile.rows), list(profile.corun)
+    for share in (0.3, 0.7):
+        sms = round(132 * share), round(10 * share), 110 - round(110 * share)
+        budgets = dict(zip(ResourceClass, sms, strict=True))
+        pairs_there = [
+            (a, b) for a, b in combinations(outline.block, 2) if a.resource != b.resource
+        ]
+        for each in {s.name: s for pair in pairs_there for s in pair}.values():
+            slower = chance.uniform(1, 1.6)
+            rows += [
+                row(each, b, slower * profile.seconds(each, b), budgets[each.resource])
+                for b in sizes
+            ]
+        pairs += [
+            corun(
+                a,
+                b,
+                (chance.choice(sizes),) * 2,
+                (chance.uniform(1, 1.3), chance.uniform(1, 1.3)),
+                (budgets[a.resource], budgets[b.resource]),
+            )
+            for a, b in pairs_there
+            if chance.random() < 0.8
+        ]
+    return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
+
+
 def table(outline, seconds, *pairs):
     """A table of one curve for all stages, given as {batch size: seconds}."""
     rows = [row(each, b, s) for each in outline.stages for b, s in seconds.items()]
@@ -153,6 +185,45 @@ def test_small_batches_get_the_exhaustive_optimum(chance, batch_size, num_stages
     for count, candidate in exhaustive.by_count.items():
         found = window.by_count[count].prediction.makespan_s
         assert found == pytest.approx(candidate.prediction.makespan_s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_window_over_budgets_is_within_a_hundredth_of_exhaustive(seed):
+    chance = random.Random(seed)
+    outline = program(2, chance.choice((1, 12)))
+    profile = with_budgets(chance, outline, random_table(chance, outline, 96))
+    window = search(outline, profile, 96)
+    exhaustive = search(outline, profile, 96, policy="exhaustive")
+    assert window.best.prediction.makespan_s <= 1.01 * exhaustive.best.prediction.makespan_s
+    assert window.evaluations + window.bounds <= exhaustive.evaluations / 10
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 16), st.integers(1, 3))
+def test_small_batches_get_the_exhaustive_optimum_of_all_budgets(chance, batch_size, num_stages):
+    outline = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
+    profile = with_budgets(chance, outline, random_table(chance, outline, batch_size))
+    window = search(outline, profile, batch_size)
+    exhaustive = search(outline, profile, batch_size, policy="exhaustive")
+    assert window.best == exhaustive.best
+    assert window.best.sm_budgets == exhaustive.best.sm_budgets
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(2, 24))
+def test_budgets_are_predicted_as_evaluate_does_and_chosen_only_if_faster(chance, batch_size):
+    outline = program(2)
+    profile = with_budgets(chance, outline, random_table(chance, outline, batch_size))
+    result = search(outline, profile, batch_size)
+    without = search(outline, profile, batch_size, SearchOptions(sm_budgets={}))
+    assert not any(each.sm_budgets for each in without.by_count.values())
+    for count, found in result.by_count.items():
+        again = evaluate(outline, profile, found.split, found.staggers, sm_budgets=found.sm_budgets)
+        assert found.prediction == again
+        assert sum(found.sm_budgets.values()) <= 132
+        if found.sm_budgets:
+            best = without.by_count[count].prediction.makespan_s
+            assert found.prediction.makespan_s < best
 
 
 @settings(max_examples=12, deadline=None)
@@ -236,6 +307,48 @@ def test_trajectory_ends_with_a_closed_window_or_saturation():
     assert result.trajectory[0].window == 64
     assert all(visit.split.batch_size == 512 for visit in result.trajectory)
     assert result.trajectory[-1].window < 64
+
+
+GEMM, NORM = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
+PAIR = Outline(prologue=None, block=(GEMM, NORM), epilogue=None, num_blocks=4)
+SHARED = (92, 40)
+
+
+def pair_table(*pairs, sizes=(2, 128), slower=1.1):
+    """Seconds that rise with the rows, and the same a little slower within budgets."""
+    budgets = dict(zip((GEMM, NORM), SHARED, strict=True))
+    rows = [row(s, b, 0.01 * b) for s in (GEMM, NORM) for b in (2, 128)]
+    rows += [row(s, b, 0.01 * slower * b, budgets[s]) for s in (GEMM, NORM) for b in sizes]
+    return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=pairs)
+
+
+def test_budgets_under_which_overlap_pays_are_chosen():
+    result = search(PAIR, pair_table(corun(GEMM, NORM, (48, 48), (1.1, 1.1), SHARED)), 96)
+    assert result.best.sm_budgets == {"TENSOR": 92, "MEMORY": 40}
+    assert len(set(result.best.staggers)) > 1
+
+
+def test_budgets_under_which_it_does_not_pay_are_not():
+    result = search(PAIR, pair_table(corun(GEMM, NORM, (48, 48), (2.0, 2.0), SHARED)), 96)
+    assert result.best.split == Split(sizes=(96,))
+    assert not any(each.sm_budgets for each in result.by_count.values())
+
+
+def test_sizes_that_were_not_measured_within_budgets_run_without():
+    profile = pair_table(corun(GEMM, NORM, (48, 48), (1.1, 1.1), SHARED), sizes=(40, 56))
+    result = search(PAIR, profile, 96, policy="exhaustive")
+    assert result.best.sm_budgets
+    assert all(40 <= size <= 56 for size in result.best.split.sizes)
+    assert result.by_count[3].sm_budgets == {}
+    assert search(PAIR, profile, 96).best == result.best
+
+
+def test_given_sizes_get_the_best_budgets():
+    profile = pair_table(corun(GEMM, NORM, (48, 48), (1.1, 1.1), SHARED))
+    found = best_staggers(PAIR, profile, Split(sizes=(50, 46)))
+    assert found.sm_budgets == {"TENSOR": 92, "MEMORY": 40}
+    options = SearchOptions(sm_budgets={})
+    assert best_staggers(PAIR, profile, Split(sizes=(50, 46)), options).sm_budgets == {}
 
 
 # Edges
@@ -434,8 +547,9 @@ def test_digest_changes_with_program_table_and_options():
         search(outline, changed, 32).digest,
         search(outline, profile, 31).digest,
         search(outline, profile, 32, SearchOptions(epsilon=0.01)).digest,
+        search(outline, with_budgets(random.Random(1), outline, profile), 32).digest,
     }
-    assert len(digests) == 5
+    assert len(digests) == 6
 
 
 IN_A_NEW_PROCESS = """

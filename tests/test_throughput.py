@@ -1,6 +1,8 @@
 """Predicted makespans: against a plain simulation of the timetable, the baseline and the bound."""
 
+from dataclasses import replace
 from hashlib import sha256
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -38,7 +40,7 @@ def stage(name, resource=ResourceClass.CUDA):
     )
 
 
-def row(stage, batch_size, median_s):
+def row(stage, batch_size, median_s, sm_budget=0):
     return Row(
         stage=stage.name,
         fingerprint=stage.fingerprint,
@@ -46,19 +48,19 @@ def row(stage, batch_size, median_s):
         dtype=stage.dtype,
         batch_size=batch_size,
         shape=stage.shape,
-        sm_budget=0,
+        sm_budget=sm_budget,
         median_s=median_s,
         spread_s=0.0,
         samples=1,
     )
 
 
-def corun(a, b, sizes, slowdowns):
+def corun(a, b, sizes, slowdowns, sm_budgets=(0, 0)):
     return CorunRow(
         stages=(a.name, b.name),
         fingerprints=(a.fingerprint, b.fingerprint),
         batch_sizes=sizes,
-        sm_budgets=(0, 0),
+        sm_budgets=sm_budgets,
         slowdowns=slowdowns,
     )
 
@@ -111,20 +113,95 @@ def build(case):
     return outline, Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
-def simulated(outline, profile, sizes, staggers):
+def simulated(outline, profile, sizes, staggers, budget_of=lambda profile, stage: 0):
     """The sum over the slots, read off the timetable task by task."""
+
+    def saving(first, second):
+        apart = first[0].resource != second[0].resource
+        budgets = [budget_of(profile, stage) if apart else 0 for stage, _ in (first, second)]
+        return profile.pair_saving(first, second, tuple(budgets))
+
     chain = (outline.prologue, *outline.block, outline.epilogue)
     total = 0.0
     for slot in timetable(outline, staggers).slots():
         tasks = [(chain[task.stage + 1], sizes[task.sub_batch]) for task in slot]
         times = [profile.seconds(stage, size) for stage, size in tasks]
         saved = sum(
-            (times[i] + times[j]) * profile.pair_saving(*tasks[i], *tasks[j])
+            (times[i] + times[j]) * saving(tasks[i], tasks[j])
             for i in range(len(tasks))
             for j in range(i)
         )
         total += max(sum(times) - saved, *times, 0.0)
     return total
+
+
+CLASSES = {f"s{i}": list(ResourceClass)[i % 3] for i in range(5)}
+BUDGETS = {"TENSOR": 92, "MEMORY": 40}
+
+
+@st.composite
+def budget_cases(draw):
+    """As `cases`, of three classes; some stages have rows at budgets, and pairs of them too."""
+    case = draw(cases())
+    lists = st.lists(st.floats(0, 10), min_size=len(SIZES), max_size=len(SIZES))
+    names = sorted({name for name in case["names"] if CLASSES[name] in BUDGETS})
+    within = {name: draw(lists) for name in names if draw(st.booleans())}
+    slowdowns = st.tuples(st.floats(0.9, 2.5), st.floats(0.9, 2.5))
+    shared = {
+        (pair, draw(st.sampled_from([(2, 3), (8, 8)]))): draw(slowdowns)
+        for pair in combinations(sorted(within), 2)
+        if CLASSES[pair[0]] != CLASSES[pair[1]] and draw(st.booleans())
+    }
+    return case | {"within": within, "shared": shared}
+
+
+def build_within(case):
+    outline, profile = build(case)
+    block = tuple(stage(each.name, CLASSES[each.name]) for each in outline.block)
+    budgets = {name: BUDGETS[CLASSES[name]] for name in case["within"]}
+    rows = [
+        row(stage(name), size, seconds, budgets[name])
+        for name, times in case["within"].items()
+        for size, seconds in zip(SIZES, times, strict=True)
+    ]
+    pairs = [
+        corun(stage(a), stage(b), sizes, slow, (budgets[a], budgets[b]))
+        for ((a, b), sizes), slow in case["shared"].items()
+    ]
+    more = {"rows": (*profile.rows, *rows), "corun": (*profile.corun, *pairs)}
+    return replace(outline, block=block), replace(profile, **more)
+
+
+def budget_of(profile, stage):
+    budget = BUDGETS.get(stage.resource, 0)
+    return budget if budget in profile.budgets(stage) else 0
+
+
+@given(budget_cases())
+def test_makespan_within_budgets_is_the_sum_over_the_slots(case):
+    outline, profile = build_within(case)
+    prediction = evaluate(
+        outline, profile, Split(sizes=case["split"]), case["staggers"], sm_budgets=BUDGETS
+    )
+    expected = simulated(outline, profile, case["split"], case["staggers"], budget_of)
+    assert prediction.makespan_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(budget_cases())
+def test_no_split_within_budgets_beats_the_lower_bound(case):
+    outline, profile = build_within(case)
+    split = Split(sizes=case["split"])
+    prediction = evaluate(outline, profile, split, case["staggers"], sm_budgets=BUDGETS)
+    bound = lower_bound(outline, profile, split.batch_size)
+    assert bound <= prediction.makespan_s * (1 + 1e-9) + 1e-12
+
+
+@given(budget_cases())
+def test_budgets_change_nothing_where_no_stage_was_measured_at_them(case):
+    outline, profile = build_within(case)
+    split, budgets = Split(sizes=case["split"]), {"TENSOR": 91, "CUDA": 7}
+    found = evaluate(outline, profile, split, case["staggers"], sm_budgets=budgets)
+    assert found == evaluate(outline, profile, split, case["staggers"])
 
 
 @given(cases())
@@ -239,6 +316,36 @@ def test_nothing_overlaps_that_was_not_measured_to():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
     prediction = evaluate(OUTLINE, profile, Split(sizes=(4, 4)), (0, 1))
     assert prediction.makespan_s == pytest.approx(24)
+
+
+def test_two_stages_within_budgets_by_hand():
+    gemm, norm = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
+    outline = Outline(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
+    alone = [row(s, b, t * b) for s, t in ((gemm, 1.0), (norm, 0.5)) for b in (2, 60)]
+    within = [row(gemm, b, 1.2 * b, 92) for b in (2, 60)] + [
+        row(norm, b, 1.0 * b, 40) for b in (2, 60)
+    ]
+    pair = corun(gemm, norm, (8, 8), (1.05, 1.1), (92, 40))
+    profile = Profile(provenance=PROVENANCE, rows=(*alone, *within), corun=(pair,))
+    budgets = {"TENSOR": 92, "MEMORY": 40}
+    for staggers, meetings in (((0, 0), 0), ((0, 1), 1)):
+        found = evaluate(outline, profile, Split(sizes=(8, 8)), staggers, sm_budgets=budgets)
+        # Where they meet, 8 + 4 s become 8 x 1.2 x 1.05 s.
+        assert found.makespan_s == pytest.approx(24 - meetings * (12 - 10.08))
+    whole = evaluate(outline, profile, Split(sizes=(16,)), (0,), sm_budgets=budgets)
+    assert whole.makespan_s == pytest.approx(24)
+
+
+def test_pair_that_was_not_measured_is_slower_within_budgets():
+    gemm, norm = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
+    outline = Outline(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
+    rows = [row(s, b, 1.0 * b) for s in (gemm, norm) for b in (2, 60)]
+    rows += [row(gemm, b, 1.5 * b, 92) for b in (2, 60)]
+    profile = Profile(provenance=PROVENANCE, rows=tuple(rows))
+    found = evaluate(
+        outline, profile, Split(sizes=(8, 8)), (0, 1), sm_budgets={"TENSOR": 92, "MEMORY": 40}
+    )
+    assert found.makespan_s == pytest.approx(32 + 4)
 
 
 def test_sub_batch_of_one_row_costs_what_two_rows_cost():
