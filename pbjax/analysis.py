@@ -1,31 +1,29 @@
 """Everything about a model that needs no measurement: graph, classes, stages, outline.
 
-The model is traced at the whole batch and at two rows. That the traces agree in all but shapes
-shows that one cutting serves every size; what differs in shape shows where the batch lies.
+The model is traced at the whole batch and at two rows, and kernels take the place of what they can
+compute. That the graphs agree in all but shapes shows that one cutting serves every size; what
+differs in shape shows where the batch lies.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from pbjax.batching import Rows, find_rows
 from pbjax.classify import Label, classify
 from pbjax.device import Device
-from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxError
+from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.forms import PROBE_SIZE, Form, former, translated
 from pbjax.functional import Functional, Model, check_state, functional
+from pbjax.fusion import FusionReport, Patterns, selection_of
 from pbjax.outline import Outline
 from pbjax.stages import Program, build, cut, fingerprint, outline
-from pbjax.trace import Graph, difference, trace
-
-# Programs of at least this size have the operations of every larger one; of one row they may not.
-PROBE_SIZE = 2
+from pbjax.trace import Graph
 
 type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct
 
@@ -52,28 +50,41 @@ class Analysis:
     Attributes:
       model: The model as a function.
       batch: Where the batch is in the inputs.
-      graph: Traced at the whole batch.
+      graph: Traced at the whole batch, with kernels where fusion has found some.
+      source: The model's own graph, which rounds as it does.
       labels: Cost and class of each operation.
       scanned: Whether the block is the body of a scan that the model holds already.
       outline: The program as plain data.
       fingerprint: Hash of the traced graph, whatever the batch size.
       out_axes: Batch axis of each output; None for one that does not depend on the rows.
       program_at: The program at any batch size of PROBE_SIZE or more; traced once each.
-      weights: Leaves of the params, then captured arrays.
+      form_at: The model as a graph at any batch size, not yet cut; traced once each.
+      prepare: From the leaves of the params to the weights of the graph.
+      weights: Those of the model's own params: they come first, captured arrays last.
+      fusion: What fusion found.
       device: Whose peak rates the labels are for.
     """
 
     model: Functional
     batch: BatchAxes
     graph: Graph
+    source: Graph
     labels: tuple[Label, ...]
     scanned: bool
     outline: Outline
     fingerprint: str
     out_axes: tuple[int | None, ...]
     program_at: Callable[[int], Program]
+    form_at: Callable[[int], Form]
+    prepare: Callable[[Sequence[Array]], tuple[Array, ...]]
     weights: tuple[Array, ...]
+    fusion: FusionReport
     device: Device
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels stand in the graph that the model does not call."""
+        return bool(self.fusion.kinds) and any(not kind.left_out for kind in self.fusion.kinds)
 
 
 def analyse(
@@ -83,6 +94,7 @@ def analyse(
     device: Device,
     variables: Mapping[str, object] | None = None,
     batch_axes: object = 0,
+    fuse: Patterns = "auto",
 ) -> Analysis:
     """Takes a model apart.
 
@@ -93,21 +105,25 @@ def analyse(
       variables: Of an unbound linen module.
       batch_axes: Like in_axes of vmap: one axis or None, or a tuple with one entry per input, each
         an axis, None, or a pytree of them.
+      fuse: What to replace by kernels; see `pbjax.optimize`.
 
     Returns:
-      The analysis; nothing has been run.
+      The analysis; nothing has been run, but for weights that were joined for a kernel.
 
     Raises:
-      InputError: The inputs do not have one batch size.
+      InputError: The inputs do not have one batch size, or there is no such pattern.
+      InputTypeError: An input is no array, or fuse no text.
       ModelError: The model mixes the rows of its batch, keeps state, or cannot be traced.
     """
     seam = functional(model, variables)
     batch = find_batch(inputs, batch_axes)
-    with _translated(seam, batch.batch_size):
+    with translated(seam, batch.batch_size):
         check_state(seam, *inputs)
-    graph_at = _tracer(seam, batch, jax.tree.leaves(inputs))
+    inputs_at = partial(_inputs_at, batch, jax.tree.leaves(inputs))
+    form_at = former(seam, inputs_at, selection_of(fuse), device)
     size = max(batch.batch_size, PROBE_SIZE + 1)
-    graph, probe = graph_at(size), graph_at(PROBE_SIZE)
+    form = form_at(size)
+    graph, probe = form.graph, form_at(PROBE_SIZE).graph
     if not graph.operations:
         raise ModelError(
             f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
@@ -119,21 +135,61 @@ def analyse(
 
     @cache
     def program_at(batch_size: int) -> Program:
-        return build(graph_at(batch_size), cutting)
+        return build(form_at(batch_size).graph, cutting)
 
     return Analysis(
         model=seam,
         batch=batch,
         graph=graph,
+        source=form.fusion.source if form.fusion else graph,
         labels=labels,
         scanned=cutting.repetition.scanned,
         outline=outline(program_at(size), program_at(PROBE_SIZE), size),
         fingerprint=fingerprint(program_at(PROBE_SIZE)),
         out_axes=tuple(_axis(rows[a]) if isinstance(a, int) else None for a in graph.outputs),
         program_at=program_at,
-        weights=(*jax.tree.leaves(seam.params), *map(jnp.asarray, graph.constants)),
+        form_at=form_at,
+        prepare=form.prepare,
+        weights=_prepared(form, jax.tree.leaves(seam.params)),
+        fusion=form.report(),
         device=device,
     )
+
+
+def _prepared(form: Form, params: Sequence[Any]) -> tuple[Any, ...]:
+    """The weights of a graph; their shapes, where the params are no more than that."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in params):
+        return jax.eval_shape(form.prepare, params)
+    return form.prepare(params)
+
+
+def whole_batch(
+    analysis: Analysis, *, plain: bool
+) -> Callable[[Sequence[Array], Sequence[Array]], list[Array]]:
+    """The model on the whole batch: from weights and leaves of inputs to leaves of outputs.
+
+    Args:
+      analysis: The model; the weights are as its own.
+      plain: As it was given, even where fusion has put kernels into it.
+    """
+    tree = jax.tree.structure(analysis.model.params)
+    num_params = tree.num_leaves
+
+    def given(weights, leaves):
+        inputs = jax.tree.unflatten(analysis.batch.tree, leaves)
+        params = jax.tree.unflatten(tree, weights[:num_params])
+        return jax.tree.leaves(analysis.model.apply(params, *inputs))
+
+    if plain or not analysis.fused:
+        return given
+    form = analysis.form_at(analysis.batch.batch_size)
+    shared = form.shares_weights(analysis.form_at(PROBE_SIZE))
+
+    def fused(weights, leaves):
+        read = [weights[i] for i in form.read] if shared else form.pack(weights[:num_params])
+        return form.run(read, leaves)
+
+    return fused
 
 
 def find_batch(inputs: Sequence[object], batch_axes: object) -> BatchAxes:
@@ -209,56 +265,17 @@ def _size(name: str, leaf: _ArrayLike, axis: object) -> int:
     return shape[axis]
 
 
-def _tracer(
-    seam: Functional, batch: BatchAxes, leaves: Sequence[_ArrayLike]
-) -> Callable[[int], Graph]:
-    """Traces the model at any batch size, and checks that it stays the same model."""
-    first: list[Graph] = []
-
-    @cache
-    def graph_at(batch_size: int) -> Graph:
-        # What JAX makes of a dtype: 64-bit numbers of numpy become 32-bit ones.
-        as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-        shapes = [
-            jax.ShapeDtypeStruct(_resized(leaf.shape, axis, batch_size), as_read(leaf.dtype))
-            for leaf, axis in zip(leaves, batch.axes, strict=True)
-        ]
-        graph = _traced(seam, jax.tree.unflatten(batch.tree, shapes), batch_size)
-        first.append(graph)
-        changed = difference(first[0], graph)
-        if changed:
-            raise ModelError(
-                f"{seam.name}: at batch size {batch_size} it computes something else than at "
-                f"{batch.batch_size}: {changed}; the operations must be the same at every batch "
-                "size; take sizes from the inputs' shapes and do not compute with the batch size"
-            )
-        return graph
-
-    return graph_at
-
-
-def _traced(seam: Functional, inputs: tuple[object, ...], batch_size: int) -> Graph:
-    with _translated(seam, batch_size):
-        return trace(seam.apply, seam.params, *inputs)
-
-
-@contextmanager
-def _translated(seam: Functional, batch_size: int) -> Generator[None]:
-    """Makes what a model raises when it is traced an error of ours."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PbjaxError):
-            raise
-        raise ModelError(
-            f"{seam.name}: raises at batch size {batch_size}: {_first_line(error)}; a model must "
-            "take inputs of the example's kind at every batch size, as a pure JAX function; "
-            "correct the example, or what the message names in the model"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
+def _inputs_at(
+    batch: BatchAxes, leaves: Sequence[_ArrayLike], batch_size: int
+) -> tuple[object, ...]:
+    """Shapes of the inputs of a call with so many rows."""
+    # What JAX makes of a dtype: 64-bit numbers of numpy become 32-bit ones.
+    as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+    shapes = [
+        jax.ShapeDtypeStruct(_resized(leaf.shape, axis, batch_size), as_read(leaf.dtype))
+        for leaf, axis in zip(leaves, batch.axes, strict=True)
+    ]
+    return jax.tree.unflatten(batch.tree, shapes)
 
 
 def _resized(shape: tuple[int, ...], axis: int | None, batch_size: int) -> tuple[int, ...]:

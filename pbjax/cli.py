@@ -100,6 +100,10 @@ def optimize(
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Plan to run instead of searching.")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    fuse: Annotated[
+        str,
+        typer.Option(help="What to replace by kernels: auto, all, none or names; all,-gemm.2."),
+    ] = "auto",
     exhaustive: Annotated[
         bool, typer.Option(help="Also predict every split, to check the search.")
     ] = False,
@@ -131,7 +135,8 @@ def optimize(
         say(f"weights loaded and checked in {load_s:.1f} s")
         encoded = text.encode(models.load_tokenizer(model), sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)
-        fast = run(encoder, *inputs, split=sizes, profile=profile, plan=plan, progress=progress)
+        options = {"split": sizes, "profile": profile, "plan": plan, "fuse": fuse}
+        fast = run(encoder, *inputs, **options, progress=progress)
         if not isinstance(fast, Optimized):
             raise AssertionError("only a call with state= gives a step")
         report = fast.report()

@@ -27,17 +27,19 @@ class Way:
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
       predicted_s: From the profile, or None.
+      plain: Whether it is the model as it was given, where fusion has put kernels into it.
     """
 
     sizes: tuple[int, ...]
     staggers: tuple[int, ...]
     predicted_s: float | None = None
+    plain: bool = False
 
     @property
     def name(self) -> str:
-        """What the way is called in reports: unsplit, sequential or split."""
+        """What the way is called in reports: plain, unsplit, sequential or split."""
         if len(self.sizes) == 1:
-            return "unsplit"
+            return "plain" if self.plain else "unsplit"
         return "split" if any(self.staggers) else "sequential"
 
 
@@ -77,10 +79,9 @@ class PackedWeights:
 
     def __init__(self, analysis: Analysis):
         """Stacks nothing yet."""
-        num_params = len(jax.tree.leaves(analysis.model.params))
         self._leaves = analysis.weights
         self.layout = WeightLayout.of(analysis.program_at(PROBE_SIZE))
-        self.pack = partial(_pack, self.layout, analysis.weights[num_params:])
+        self.pack = partial(_pack, self.layout, analysis.prepare)
 
     @cached_property
     def own(self) -> tuple[Array, ...]:
@@ -89,19 +90,24 @@ class PackedWeights:
 
 
 def _pack(
-    layout: WeightLayout, captured: Sequence[Array], params: Sequence[Array]
+    layout: WeightLayout, prepare: Callable[[Sequence[Array]], tuple[Array, ...]], params
 ) -> tuple[Array, ...]:
-    return layout.pack((*params, *captured))
+    return layout.pack(prepare(params))
 
 
 def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
-    """The model itself, jitted: what the user would run without pbjax.
+    """The model, jitted, with what fusion has found: what a split has to beat.
+
+    Where it has found nothing, or for a plain way, the model itself: what the user would run
+    without pbjax.
 
     Args:
       analysis: The model.
       leaves: Leaves of the inputs; only shapes and dtypes count.
       way: The whole batch as one.
     """
+    if analysis.fused and not way.plain:
+        return _compile_fused(analysis, leaves, way)
     params_tree = jax.tree.structure(analysis.model.params)
 
     def unsplit(weights, *leaves):
@@ -111,6 +117,22 @@ def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Co
     params = tuple(jax.tree.leaves(analysis.model.params))
     return _compiled(
         analysis, unsplit, leaves, way, pack=tuple, own_weights=lambda: params, options={}
+    )
+
+
+def _compile_fused(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+    form = analysis.form_at(sum(way.sizes))
+
+    def fused(weights, *leaves):
+        return jax.tree.unflatten(form.graph.out_tree, form.run(weights, leaves))
+
+    def own_weights() -> tuple[Array, ...]:
+        if form.shares_weights(analysis.form_at(PROBE_SIZE)):
+            return tuple(analysis.weights[i] for i in form.read)
+        return form.pack(jax.tree.leaves(analysis.model.params))
+
+    return _compiled(
+        analysis, fused, leaves, way, pack=form.pack, own_weights=own_weights, options={}
     )
 
 
@@ -161,34 +183,35 @@ def compile_split(
 def verify(
     analysis: Analysis,
     leaves: Sequence[Array],
-    splits: Sequence[CompiledProgram],
-    unsplit: CompiledProgram,
+    programs: Sequence[CompiledProgram],
+    reference: CompiledProgram,
     progress: Callable[[int, int, str], None],
 ) -> float | None:
-    """Largest difference between the outputs of splits and unsplit program on fresh random inputs.
+    """Largest difference between the outputs of programs and model on fresh random inputs.
 
     Args:
       analysis: The model.
       leaves: Leaves of the example inputs: the fresh ones are of their kind.
-      splits: What is checked.
-      unsplit: What it is compared with.
+      programs: What is checked.
+      reference: The model as it was given, which they are compared with.
       progress: Called as progress(done, total, item).
 
     Returns:
-      The difference; None if there is no split.
+      The difference; None if there is nothing to check.
 
     Raises:
       VerificationError: It is larger than the dtypes allow.
     """
     differences = []
-    total = len(VERIFIED_SEEDS) * len(splits)
-    for seed in VERIFIED_SEEDS if splits else ():
+    total = len(VERIFIED_SEEDS) * len(programs)
+    for seed in VERIFIED_SEEDS if programs else ():
         fresh = fresh_inputs(leaves, analysis.batch.axes, seed)
-        expected = jax.tree.leaves(unsplit.program(unsplit.weights, *fresh))
-        for split in splits:
-            progress(len(differences), total, f"{split.way.name} {split.way.sizes}")
-            outputs = jax.tree.leaves(split.program(split.weights, *fresh))
-            differences.append(largest_difference(analysis.graph, outputs, expected))
+        expected = jax.tree.leaves(reference.program(reference.weights, *fresh))
+        for checked in programs:
+            name = checked.way.name
+            progress(len(differences), total, f"{name} {checked.way.sizes}")
+            outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
+            differences.append(largest_difference(analysis.source, outputs, expected, name))
     return max(differences, default=None)
 
 
@@ -239,7 +262,8 @@ def _compiled(
     program = jitted.lower(jax.eval_shape(pack, params), *shapes).compile()
     seconds = time.perf_counter() - start
     weights = own_weights()
-    own = {id(leaf) for leaf in analysis.weights}
+    first = len(analysis.weights) - len(analysis.graph.constants)
+    own = {id(leaf) for leaf in (*params, *analysis.weights[first:])}
     memory = program.memory_analysis()
     return CompiledProgram(
         way=way,

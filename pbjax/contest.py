@@ -1,4 +1,8 @@
-"""Split against unsplit on this device: build both, compare their outputs, time them, keep one."""
+"""Split against unsplit on this device: build both, compare their outputs, time them, keep one.
+
+Where fusion has put kernels into the model, the unsplit program has them too: a split has to beat
+that. What outputs are compared with is the model as it was given, which is timed as well.
+"""
 
 import datetime
 from collections.abc import Sequence
@@ -19,11 +23,21 @@ from pbjax.compilation import (
     verify,
 )
 from pbjax.phases import Phases
-from pbjax.plan import Plan, Seconds
+from pbjax.plan import Decision, Plan, Seconds
 from pbjax.reports import MeasuredProgram, joined, milliseconds
 
 # A split is kept only if it gains more than this many times the spread of the timings.
 NOISE_FACTOR = 2.0
+
+# What a plan says of each program that may be kept.
+_DECISIONS: dict[str, Decision] = {
+    "plain": "plain",
+    "unsplit": "unsplit",
+    "sequential": "split",
+    "split": "split",
+}
+
+PLAIN_WINS = "the model as it was given is faster than with the kernels that fusion found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +92,23 @@ def run_contest(
     whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
     unroll = choice.plan.unroll if choice.plan else unroll
     ways = _with_sequential(choice)
-    with phases.phase("compile", 1 + len(ways)) as report:
+    given = replace(whole, plain=True, predicted_s=None)
+    total = 1 + analysis.fused + len(ways)
+    with phases.phase("compile", total) as report:
         unsplit = compile_unsplit(analysis, leaves, whole)
+        plain = [compile_unsplit(analysis, leaves, given)] if analysis.fused else []
         splits = []
         for way in ways:
-            report(1 + len(splits), 1 + len(ways), f"{way.name} {way.sizes}")
+            report(total - len(ways) + len(splits), total, f"{way.name} {way.sizes}")
             splits.append(compile_split(analysis, weights, leaves, way, unroll=unroll))
+    built = (*plain, unsplit, *splits)
     with phases.phase("verify") as report:
-        difference = verify(analysis, leaves, splits, unsplit, report)
+        difference = verify(analysis, leaves, built[1:], built[0], report)
     timed: tuple[MeasuredProgram, ...] = ()
-    if splits and not _settled(choice):
+    if len(built) > 1 and not _settled(choice):
         with phases.phase("measure") as report:
-            timed = measure((unsplit, *splits), leaves, report)
-    verdict = _decide(unsplit, splits, timed, choice)
+            timed = measure(built, leaves, report)
+    verdict = _decide(built[: len(built) - len(splits)], splits, timed, choice)
     return Contest(
         kept=verdict.kept,
         plan=_plan(analysis, choice, verdict, timed, difference=difference, unroll=unroll),
@@ -114,21 +132,28 @@ def _with_sequential(choice: Choice) -> tuple[Way, ...]:
 
 
 def _decide(
-    unsplit: CompiledProgram,
+    wholes: Sequence[CompiledProgram],
     splits: Sequence[CompiledProgram],
     timed: Sequence[MeasuredProgram],
     choice: Choice,
 ) -> _Verdict:
-    if not splits:
-        return _Verdict(kept=unsplit, split=unsplit, reason=choice.reason)
-    if choice.reason:  # the caller or a plan has decided
+    """Keeps one of the unsplit programs, the one without fusion first, or of the splits."""
+    if splits and choice.reason:  # the caller or a plan has decided
         return _Verdict(kept=splits[0], split=splits[0], reason=choice.reason)
-    base, *others = timed
+    if choice.plan is not None and _settled(choice):
+        kept = wholes[0] if choice.plan.decision == "plain" else wholes[-1]
+        return _Verdict(kept=kept, split=kept, reason=choice.reason)
+    place = _better_whole(timed[: len(wholes)])
+    unsplit = wholes[place]
+    if not splits:
+        reason = f"{choice.reason}; {PLAIN_WINS}" if unsplit.way.plain else choice.reason
+        return _Verdict(kept=unsplit, split=unsplit, reason=reason)
+    base, others = timed[place], timed[len(wholes) :]
     index = min(range(len(others)), key=lambda i: others[i].measured_s)
     fastest, gain = others[index], base.measured_s - others[index].measured_s
     noise = NOISE_FACTOR * max(base.spread_s, fastest.spread_s)
     figures = (
-        f"{joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, unsplit "
+        f"{joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, {base.name} "
         f"{milliseconds(base.measured_s)} ms"
     )
     if gain > noise:
@@ -137,6 +162,15 @@ def _decide(
         return _Verdict(kept=splits[index], split=splits[index], reason=reason)
     lost = "slower" if gain <= 0 else f"the gain is inside the noise of {milliseconds(noise)} ms"
     return _Verdict(kept=unsplit, split=splits[index], reason=f"{figures}: {lost}")
+
+
+def _better_whole(timed: Sequence[MeasuredProgram]) -> int:
+    """The unsplit program with kernels, unless the model is faster as it was given."""
+    if len(timed) < 2:
+        return 0
+    plain, fused = timed
+    noise = NOISE_FACTOR * max(plain.spread_s, fused.spread_s)
+    return 0 if fused.measured_s - plain.measured_s > noise else 1
 
 
 def _plan(
@@ -151,8 +185,8 @@ def _plan(
     if _settled(choice) and choice.plan is not None:
         return choice.plan
     way = verdict.split.way
-    by_way = {(program.sizes, program.staggers): program.measured_s for program in timed}
-    whole = ((choice.batch_size,), (0,))
+    by_way = {(p.name, p.sizes, p.staggers): p.measured_s for p in timed}
+    whole = (choice.batch_size,), (0,)
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
@@ -163,14 +197,15 @@ def _plan(
         staggers=way.staggers,
         unroll=unroll,
         compiler_options=dict(verdict.split.options),
-        decision="unsplit" if verdict.kept.way.name == "unsplit" else "split",
+        decision=_DECISIONS[verdict.kept.way.name],
         reason=verdict.reason,
         digest=choice.digest,
         predicted=Seconds(unsplit=choice.unsplit_s, split=way.predicted_s),
         measured=Seconds(
-            unsplit=by_way.get(whole),
-            sequential=by_way.get((way.sizes, (0,) * len(way.sizes))),
-            split=by_way.get((way.sizes, way.staggers)),
+            plain=by_way.get(("plain", *whole)),
+            unsplit=by_way.get(("unsplit", *whole)),
+            sequential=by_way.get(("sequential", way.sizes, (0,) * len(way.sizes))),
+            split=by_way.get((way.name, way.sizes, way.staggers)) if len(way.sizes) > 1 else None,
         ),
         max_difference=difference,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

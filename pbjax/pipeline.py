@@ -18,6 +18,7 @@ from pbjax.contest import Contest, run_contest
 from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, InputError, InputTypeError
 from pbjax.functional import Model
+from pbjax.fusion import Patterns
 from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
 from pbjax.plan import Plan
@@ -42,6 +43,7 @@ def optimize(
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
     unroll: int = 1,
+    fuse: Patterns = "auto",
     state: None = None,
     progress: Progress | None = None,
 ) -> Optimized: ...
@@ -59,6 +61,7 @@ def optimize(
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
     unroll: int = 1,
+    fuse: Patterns = "auto",
     state: int,
     progress: Progress | None = None,
 ) -> OptimizedStep: ...
@@ -75,6 +78,7 @@ def optimize(
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
     unroll: int = 1,
+    fuse: Patterns = "auto",
     state: int | None = None,
     progress: Progress | None = None,
 ) -> Optimized | OptimizedStep:
@@ -98,6 +102,10 @@ def optimize(
       device: Peak rates for the classes; those of the first device of JAX if None.
       buckets: Further, smaller batch sizes to compile a program for.
       unroll: Blocks in one step of the split program's loop; a plan brings its own.
+      fuse: What to replace by kernels: "auto", all that is found, on Hopper GPUs and for models
+        that call no kernels themselves; "all"; "none"; names out of `pbjax.fusion.PATTERNS`, as a
+        collection or joined by commas. A name after a minus leaves out a pattern, or a match as
+        `.report()` names it: "all,-gemm.2".
       state: Which input is carried from call to call; the function returns its like. The callable
         is then an `OptimizedStep`. Split, plan, profile, buckets and unroll do not apply to it.
       progress: Called as progress(phase, done, total, item).
@@ -110,7 +118,8 @@ def optimize(
       InputError: An argument has a wrong value.
       InputTypeError: An argument has a wrong type.
       ModelError: The model cannot run in sub-batches: the message names the operation.
-      VerificationError: The split program's outputs are not the unsplit program's.
+      VerificationError: A program's outputs are not the model's, or a kernel's not those of the
+        operations that it replaces.
       FileError: A plan or profile file is corrupt.
       DeviceError: The device, or a profile, is not of the kind that JAX runs on.
     """
@@ -128,9 +137,20 @@ def optimize(
             phases=phases,
             variables=variables,
             batch_axes=batch_axes,
+            fuse=fuse,
         )
     with phases.phase("analyse"):
-        analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
+        analysis = analyse(
+            model,
+            inputs,
+            device=device,
+            variables=variables,
+            batch_axes=batch_axes,
+            fuse=fuse,
+        )
+    if analysis.fused and plan is None:
+        with phases.phase("verify fusion"):
+            analysis.form_at(PROBE_SIZE).verify()
     leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
     sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)
@@ -304,4 +324,5 @@ def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
         plan=plan,
         phases=(),
         warnings=choice.warnings,
+        fusion=analysis.fusion,
     )

@@ -14,7 +14,8 @@ from pbjax.schedule import MAX_SUB_BATCHES
 
 SCHEMA_VERSION = 2
 
-type Decision = Literal["split", "unsplit"]
+# Of the whole batch at once, "plain" is the model as it was given, without what fusion has found.
+type Decision = Literal["split", "unsplit", "plain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Seconds:
     """Seconds of a pass over the batch, for each way to run it; None where it was not found out.
 
     Attributes:
+      plain: The whole batch at once by the model as it was given; None where it is the unsplit
+        program.
       unsplit: The whole batch at once.
       sequential: The sub-batches one after the other, with the same kernels.
       split: The sub-batches staggered.
@@ -29,6 +32,7 @@ class Seconds:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
+    plain: float | None = None
     unsplit: float | None = None
     sequential: float | None = None
     split: float | None = None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from pbjax.classify import ClassShare
+from pbjax.fusion import FusionReport
 from pbjax.outline import Outline, StageInfo
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
@@ -23,7 +24,7 @@ class MeasuredProgram:
     """One way to run the batch, compiled and timed.
 
     Attributes:
-      name: "unsplit", "sequential" or "split".
+      name: "plain" (as given, where fusion changed it), "unsplit", "sequential" or "split".
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
       predicted_s: From the profile; None if it was not predicted.
@@ -74,8 +75,7 @@ class Report:
       operations_per_block: Operations of one repetition.
       scanned: Whether the model was a scan already.
       outline: The stages.
-      measured_outline: The stages in the classes that their measured time says; None if nothing was
-        measured.
+      measured_outline: The stages in the classes that their measured time says; None without one.
       profile: The measured table; None if nothing was searched.
       rows_measured: How many rows of it were measured in this call.
       search: None if the split was given.
@@ -84,6 +84,7 @@ class Report:
       plan: The decision.
       phases: Where the time went.
       warnings: Things that changed a result or a cost.
+      fusion: What became of the model by kernels.
     """
 
     model: str
@@ -103,6 +104,7 @@ class Report:
     plan: Plan
     phases: tuple[Phase, ...]
     warnings: tuple[str, ...]
+    fusion: FusionReport
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-compatible data, without the search's trajectory."""
@@ -124,12 +126,14 @@ class Report:
             "plan": asdict(self.plan),
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "warnings": list(self.warnings),
+            "fusion": self.fusion.to_dict(),
         }
 
     def __str__(self) -> str:
         """All sections that there is something to say in."""
         sections = (
             classes_section(self),
+            str(self.fusion),
             stages_section(self),
             profile_section(self),
             search_section(self),
@@ -307,7 +311,7 @@ def decision_section(report: Report) -> str:
     lines = [f"warning: {warning}" for warning in report.warnings]
     if report.plan.max_difference is not None:
         difference = f"{report.plan.max_difference:.2e}"
-        lines.append(f"largest difference between split and unsplit outputs: {difference}")
+        lines.append(f"largest difference from the outputs of the model as given: {difference}")
     lines.append(f"decision: {report.plan.decision}: {report.plan.reason}")
     return "\n".join(lines)
 
@@ -353,10 +357,6 @@ def _search_dict(result: SearchResult | None) -> dict[str, object] | None:
         "best": asdict(result.best),
         "runner_up": asdict(result.runner_up) if result.runner_up else None,
     }
-
-
-def _measured_classes(outline: Outline | None) -> dict[str, str]:
-    return {} if outline is None else {s.name: str(s.resource) for s in outline.stages}
 
 
 def _letter(index: int) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 import jax
 from jaxtyping import Array
 
-from pbjax.analysis import Analysis, analyse
+from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.contest import NOISE_FACTOR
 from pbjax.device import Device
 from pbjax.functional import Model
+from pbjax.fusion import Patterns
 from pbjax.phases import Phases
-from pbjax.plan import Plan, Seconds
+from pbjax.plan import Decision, Plan, Seconds
 from pbjax.reports import MeasuredProgram, milliseconds
 from pbjax.step import OptimizedStep, StateLayout
 from pbjax.step_programs import (
@@ -30,6 +31,9 @@ from pbjax.timing import Timing
 from pbjax.weave import Role
 from pbjax.woven import items
 
+# What a plan says of each program that may be kept.
+_DECISIONS: dict[str, Decision] = {"plain": "plain", "unsplit": "unsplit", "woven": "split"}
+
 
 def optimize_step(
     model: Model,
@@ -40,6 +44,7 @@ def optimize_step(
     phases: Phases,
     variables: Mapping[str, object] | None,
     batch_axes: object,
+    fuse: Patterns,
 ) -> OptimizedStep:
     """Plans, compiles, checks and measures a step; see `pbjax.optimize`.
 
@@ -51,6 +56,7 @@ def optimize_step(
       phases: Clocks the work.
       variables: Of an unbound linen module.
       batch_axes: Where the batch is in the inputs.
+      fuse: What to replace by kernels.
 
     Returns:
       The step, as the faster of the programs runs it.
@@ -58,22 +64,32 @@ def optimize_step(
     Raises:
       InputError: The state is not returned once, or three copies of it do not fit the device.
       ModelError: The function cannot run in sub-batches.
-      VerificationError: A woven program's results are not the unsplit program's.
+      VerificationError: A program's results are not the function's.
     """
     with phases.phase("analyse"):
-        analysis = analyse(model, inputs, device=device, variables=variables, batch_axes=batch_axes)
+        analysis = analyse(
+            model,
+            inputs,
+            device=device,
+            variables=variables,
+            batch_axes=batch_axes,
+            fuse=fuse,
+        )
         whole = find_state(analysis, inputs, state)
     leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     check_room(analysis, whole, leaves)
+    if analysis.fused:
+        with phases.phase("verify fusion"):
+            analysis.form_at(PROBE_SIZE).verify()
     with phases.phase("search"):
         ways = woven_ways(analysis)
     steps = _compiled(analysis, whole, leaves, ways, phases)
-    unsplit, *others = steps
+    reference, *others = steps
     runner = Runner(analysis, leaves)
     difference: float | None = None
     if others:
         with phases.phase("verify"):
-            difference = differences(analysis, runner, others, unsplit)
+            difference = differences(analysis, runner, others, reference)
     with phases.phase("measure") as report:
         timings = runner.seconds(steps, report)
     decided = _decide(steps, timings)
@@ -95,12 +111,13 @@ def _compiled(
     ways: Sequence[WovenWay],
     phases: Phases,
 ) -> list[StepProgram]:
-    """The unsplit program; the best way to weave, first with the same kernels in sequence."""
+    """The function as given, with kernels, and woven, first with the same kernels in sequence."""
     alone = sum(label.seconds for label in analysis.labels)
     best = ways[:1]
-    total = 1 + 2 * len(best)
+    total = 1 + analysis.fused + 2 * len(best)
     with phases.phase("compile", total) as report:
-        steps = [compile_unsplit(analysis, whole, leaves, alone)]
+        steps = [compile_unsplit(analysis, whole, leaves, plain=True)] if analysis.fused else []
+        steps.append(compile_unsplit(analysis, whole, leaves, predicted_s=alone))
         for way in best:
             for name, order in (("sequential", way.in_sequence()), ("woven", way)):
                 report(len(steps), total, name)
@@ -110,16 +127,30 @@ def _compiled(
 
 def _decide(steps: Sequence[StepProgram], timings: Sequence[Timing]) -> tuple[StepProgram, str]:
     """The program that is kept, and why."""
-    unsplit = steps[0]
-    if len(steps) == 1:
+    measured = {step.name: (step, timing) for step, timing in zip(steps, timings, strict=True)}
+    unsplit, base = _better_whole(measured)
+    if "woven" not in measured:
         return unsplit, "no kernel of one sub-batch can share a launch with the other's"
-    base, _, woven = timings
-    gain, noise = base.median_s - woven.median_s, NOISE_FACTOR * (base.spread_s + woven.spread_s)
-    figures = f"woven {milliseconds(woven.median_s)} ms, unsplit {milliseconds(base.median_s)} ms"
+    step, woven = measured["woven"]
+    gain, noise = base.median_s - woven.median_s, _noise(base, woven)
+    figures = (
+        f"woven {milliseconds(woven.median_s)} ms, {unsplit.name} {milliseconds(base.median_s)} ms"
+    )
     if gain > noise:
-        return steps[-1], f"{figures}: {base.median_s / woven.median_s:.2f}x"
+        return step, f"{figures}: {base.median_s / woven.median_s:.2f}x"
     lost = "slower" if gain <= 0 else f"the gain is inside the noise of {milliseconds(noise)} ms"
     return unsplit, f"{figures}: {lost}"
+
+
+def _better_whole(measured: Mapping[str, tuple[StepProgram, Timing]]) -> tuple[StepProgram, Timing]:
+    """The unsplit program with kernels, unless the function is faster as it was given."""
+    fused, plain = measured["unsplit"], measured.get("plain", measured["unsplit"])
+    gain = fused[1].median_s - plain[1].median_s
+    return plain if gain > _noise(fused[1], plain[1]) else fused
+
+
+def _noise(a: Timing, b: Timing) -> float:
+    return NOISE_FACTOR * (a.spread_s + b.spread_s)
 
 
 def _plan(
@@ -132,6 +163,7 @@ def _plan(
     kept, reason = decided
     sizes = steps[-1].layout.sizes
     measured = {step.name: t.median_s for step, t in zip(steps, timings, strict=True)}
+    predicted = {step.name: step.predicted_s for step in steps}
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
@@ -142,13 +174,12 @@ def _plan(
         staggers=(0,) * len(sizes),
         unroll=1,
         compiler_options={},
-        decision="unsplit" if kept is steps[0] else "split",
+        decision=_DECISIONS[kept.name],
         reason=reason,
         digest="",
-        predicted=Seconds(
-            unsplit=steps[0].predicted_s, split=steps[-1].predicted_s if len(steps) > 1 else None
-        ),
+        predicted=Seconds(unsplit=predicted["unsplit"], split=predicted.get("woven")),
         measured=Seconds(
+            plain=measured.get("plain"),
             unsplit=measured.get("unsplit"),
             sequential=measured.get("sequential"),
             split=measured.get("woven"),
@@ -192,4 +223,5 @@ def _report(
         ),
         plan=plan,
         phases=phases.finished(),
+        fusion=analysis.fusion,
     )

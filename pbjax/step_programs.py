@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pbjax.analysis import Analysis
+from pbjax.analysis import Analysis, whole_batch
 from pbjax.classify import classify
 from pbjax.errors import InputError, VerificationError
 from pbjax.profile_rows import measured_size
@@ -51,7 +51,7 @@ class StepProgram:
     """A way to run a step, compiled.
 
     Attributes:
-      name: unsplit, in sequence, or woven.
+      name: plain (as given, where fusion changed it), unsplit, sequential, or woven.
       layout: How the state is cut.
       program: Called as program(weights, pieces, others); pieces are donated.
       predicted_s: By the bounds of its operations.
@@ -179,19 +179,22 @@ def _riding(launches: Sequence[Launch], lanes: Sequence[Sequence[Item]]) -> floa
 
 
 def compile_unsplit(
-    analysis: Analysis, layout: StateLayout, leaves: Sequence[Array], predicted: float
+    analysis: Analysis,
+    layout: StateLayout,
+    leaves: Sequence[Array],
+    *,
+    predicted_s: float | None = None,
+    plain: bool = False,
 ) -> StepProgram:
-    """The function itself, with its state donated: what the user would run without pbjax."""
-    tree = jax.tree.structure(analysis.model.params)
-    num_params = tree.num_leaves
+    """The function with its state donated, and with what fusion has found unless it is plain."""
+    whole = whole_batch(analysis, plain=plain)
 
     def unsplit(weights, pieces, others):
-        inputs = jax.tree.unflatten(analysis.batch.tree, _merged(layout, pieces[0], others))
-        params = jax.tree.unflatten(tree, weights[:num_params])
-        outputs, state = _parted(layout, jax.tree.leaves(analysis.model.apply(params, *inputs)))
+        outputs, state = _parted(layout, whole(weights, _merged(layout, pieces[0], others)))
         return outputs, (state,)
 
-    return _compiled("unsplit", analysis, layout, unsplit, leaves, predicted)
+    name = "plain" if plain else "unsplit"
+    return _compiled(name, analysis, layout, unsplit, leaves, predicted_s)
 
 
 def compile_woven(
@@ -243,7 +246,7 @@ def _compiled(
     layout: StateLayout,
     function: Callable,
     leaves: Sequence[Array],
-    predicted: float,
+    predicted: float | None,
 ) -> StepProgram:
     start = time.perf_counter()
     state = [leaves[i] for i in layout.inputs]
@@ -343,14 +346,14 @@ def check_room(analysis: Analysis, layout: StateLayout, leaves: Sequence[Array])
 
 
 def differences(
-    analysis: Analysis, runner: Runner, steps: Sequence[StepProgram], unsplit: StepProgram
+    analysis: Analysis, runner: Runner, steps: Sequence[StepProgram], reference: StepProgram
 ) -> float:
-    """Largest difference of outputs and new state between programs and the unsplit one.
+    """Largest difference of outputs and new state between programs and the function as given.
 
     Raises:
       VerificationError: It is larger than the dtypes allow.
     """
-    expected, (state,) = runner.call(unsplit, runner.start(unsplit))
+    expected, (state,) = runner.call(reference, runner.start(reference))
     worst = 0.0
     for step in steps:
         outputs, pieces = runner.call(step, runner.start(step))
@@ -366,14 +369,14 @@ def differences(
 def _difference(analysis: Analysis, index: int, name: str, got: Array, want: Array) -> float:
     found, magnitude = map(float, _compared(got, want))
     if jnp.issubdtype(got.dtype, jnp.floating):
-        allowed = allowed_difference(analysis.graph, got.dtype, magnitude)
+        allowed = allowed_difference(analysis.source, got.dtype, magnitude)
     else:
         allowed = 0.0
     if not found <= allowed:
         raise VerificationError(
-            f"optimize: value {index} of the {name} step differs by {found:.3g} from the unsplit "
-            f"one; {allowed:.3g} is allowed for {got.dtype}; keep the unsplit function, and please "
-            "report it"
+            f"optimize: value {index} of the {name} step differs by {found:.3g} from the "
+            f"function's; {allowed:.3g} is allowed for {got.dtype}; keep the function as it is, or "
+            "try fuse='none', and please report it"
         )
     return found
 

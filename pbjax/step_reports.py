@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
+from pbjax.fusion import FusionReport
 from pbjax.plan import Plan
 from pbjax.reports import MeasuredProgram, Phase, phases_section, programs_section
 
@@ -21,6 +22,7 @@ class StepReport:
       programs: What was compiled and timed.
       plan: The decision.
       phases: Where the time went.
+      fusion: What became of the function by kernels.
     """
 
     model: str
@@ -33,6 +35,7 @@ class StepReport:
     programs: tuple[MeasuredProgram, ...]
     plan: Plan
     phases: tuple[Phase, ...]
+    fusion: FusionReport
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-compatible data."""
@@ -48,6 +51,7 @@ class StepReport:
         ]
         sections = (
             "\n".join(lines),
+            str(self.fusion),
             programs_section(self.programs, self.batch_size),
             phases_section(self.phases),
             f"decision: {self.plan.decision}: {self.plan.reason}",

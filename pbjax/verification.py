@@ -1,4 +1,4 @@
-"""Split against unsplit, on fresh random inputs, by the one tolerance rule."""
+"""Programs against the model, on fresh random inputs, by the one tolerance rule."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -64,13 +64,16 @@ def _redrawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
     return rng.normal(wide.mean(), wide.std(), values.shape)
 
 
-def largest_difference(graph: Graph, split: Sequence[Array], unsplit: Sequence[Array]) -> float:
-    """Compares the outputs of the two programs.
+def largest_difference(
+    graph: Graph, found: Sequence[Array], expected: Sequence[Array], name: str = "split"
+) -> float:
+    """Compares the outputs of a program with those of the model.
 
     Args:
-      graph: What both programs compute; says how long its sums are and how often it rounds.
-      split: Flattened outputs of the split program.
-      unsplit: Flattened outputs of the unsplit program, from the same inputs.
+      graph: What both compute; says how long its sums are and how often it rounds.
+      found: Flattened outputs of the program.
+      expected: Flattened outputs of the model as it was given, from the same inputs.
+      name: What the program is called: unsplit (with kernels), sequential or split.
 
     Returns:
       The largest absolute difference.
@@ -79,38 +82,42 @@ def largest_difference(graph: Graph, split: Sequence[Array], unsplit: Sequence[A
       VerificationError: An output differs by more than its dtype allows, or in shape or dtype.
     """
     worst = 0.0
-    for index, (a, b) in enumerate(zip(split, unsplit, strict=True)):
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise VerificationError(
-                f"optimize: output {index} of the split program is {a.dtype}{list(a.shape)}, of "
-                f"the unsplit program {b.dtype}{list(b.shape)}; both must be alike; this is a "
-                "fault of pbjax: please report the model"
+                f"optimize: output {index} of the {name} program is {a.dtype}{list(a.shape)}, of "
+                f"the model {b.dtype}{list(b.shape)}; both must be alike; this is a fault of "
+                "pbjax: please report the model"
             )
         if _is_key(a):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
-        worst = max(worst, _difference(graph, index, np.asarray(a), np.asarray(b)))
+        worst = max(worst, _difference(graph, (index, name), np.asarray(a), np.asarray(b)))
     return worst
 
 
-def _difference(graph: Graph, index: int, split: np.ndarray, unsplit: np.ndarray) -> float:
-    if np.iscomplexobj(split):
-        split, unsplit = (np.stack([x.real, x.imag]) for x in (split, unsplit))
-    if not jnp.issubdtype(split.dtype, jnp.floating):
-        found, allowed = float(np.mean(split != unsplit)), FLIPPED_SHARE
+def _difference(
+    graph: Graph, place: tuple[int, str], found: np.ndarray, expected: np.ndarray
+) -> float:
+    if np.iscomplexobj(found):
+        found, expected = (np.stack([x.real, x.imag]) for x in (found, expected))
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        error, allowed = float(np.mean(found != expected)), FLIPPED_SHARE
     else:
-        a, b = split.astype(np.float64), unsplit.astype(np.float64)
+        a, b = found.astype(np.float64), expected.astype(np.float64)
         finite = np.isfinite(a) & np.isfinite(b)
         unlike = ~finite & (a != b) & ~(np.isnan(a) & np.isnan(b))
-        error = np.abs(np.where(finite, a - b, 0.0))
-        found = float("inf") if unlike.any() else float(error.max(initial=0.0))
-        allowed = allowed_difference(graph, split.dtype, float(np.abs(b[finite]).max(initial=0.0)))
-    if found > allowed:
+        errors = np.abs(np.where(finite, a - b, 0.0))
+        error = float("inf") if unlike.any() else float(errors.max(initial=0.0))
+        allowed = allowed_difference(graph, found.dtype, float(np.abs(b[finite]).max(initial=0.0)))
+    if error > allowed:
+        index, name = place
+        remedy = "fuse='none'" if name == "unsplit" else "the unsplit model"
         raise VerificationError(
-            f"optimize: output {index} of the split program differs by {found:.3g} from the "
-            f"unsplit program; {allowed:.3g} is allowed for {split.dtype}; keep the unsplit model, "
-            "and please report it"
+            f"optimize: output {index} of the {name} program differs by {error:.3g} from the "
+            f"model's; {allowed:.3g} is allowed for {found.dtype}; use {remedy}, and please report "
+            "the model"
         )
-    return found
+    return error
 
 
 def allowed_difference(graph: Graph, dtype: np.dtype, magnitude: float) -> float:

@@ -1,9 +1,9 @@
 """The pass itself: patterns over a graph, in order; what was found, and what was nearly found."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 from pbjax.errors import InputError
 from pbjax.fusion.attention import find_attention
@@ -13,12 +13,9 @@ from pbjax.fusion.joining import find_joint
 from pbjax.fusion.loops import body_of, with_body
 from pbjax.fusion.norms import find_norm
 from pbjax.fusion.reading import Reading
-from pbjax.fusion.rewriting import Match, Mismatch, Miss, rewrite
+from pbjax.fusion.rewriting import Match, Mismatch, Miss, rewrite, structure
+from pbjax.fusion.selection import Patterns, Selection, selection_of
 from pbjax.trace import Graph, describe
-
-PATTERNS = ("attention", "gated_gemm", "gemm", "qkv", "layer_norm", "rms_norm", "add_norm")
-
-type Patterns = Literal["all", "none"] | Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +27,7 @@ class Fusion:
       graph: Computes the same.
       matches: What was replaced, in program order.
       misses: What looked like a pattern and was left alone.
+      left_out: What would have been replaced, but was to be left as it is.
       loops: The same of the body of each scan.
     """
 
@@ -37,16 +35,11 @@ class Fusion:
     graph: Graph
     matches: tuple[Match, ...]
     misses: tuple[Miss, ...]
+    left_out: tuple[Match, ...] = ()
     loops: tuple["Fusion", ...] = ()
 
-    def lines(self) -> list[str]:
-        """What was found and what was nearly found, a line each, for a report."""
-        found = [f"{m.kernel} at {m.where}" for m in self.matches]
-        inner = [f"in a loop: {line}" for loop in self.loops for line in loop.lines()]
-        return [*found, *inner, *map(str, self.misses)]
 
-
-def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
+def fuse(graph: Graph, patterns: Patterns | Selection = "all") -> Fusion:
     """Replaces what kernels can compute by these kernels.
 
     What is found depends on the graph's structure alone, so that graphs of one function at several
@@ -55,18 +48,37 @@ def fuse(graph: Graph, patterns: Patterns = "all") -> Fusion:
     Args:
       graph: A function, traced for a Hopper GPU as this call must be too: for any other device
         kernels are their plain form.
-      patterns: "all", "none", or names out of `PATTERNS`.
+      patterns: See `selection_of`; "auto" is as "all" here.
 
     Returns:
       The rewritten graph with matches and misses.
 
     Raises:
-      InputError: There is no such pattern.
+      InputError: There is no such pattern or match.
     """
-    return _fused(graph, names_of(patterns), frozenset())
+    selection = patterns if isinstance(patterns, Selection) else selection_of(patterns)
+    found = _found(graph, selection.patterns, frozenset())
+    names = _name(found, defaultdict(int))
+    unknown = sorted(selection.without - names)
+    if unknown:
+        raise InputError(
+            f"fuse=-{unknown[0]}: no match of that name; there are "
+            f"{', '.join(sorted(names)) or 'none'}; name one of these, as report() lists them"
+        )
+    return _rewritten(found, selection.without)
 
 
-def _fused(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> Fusion:
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What a graph holds, and the body of each of its scans by the position of the scan."""
+
+    graph: Graph
+    matches: list[Match]
+    misses: tuple[Miss, ...]
+    loops: dict[int, "_Found"] = field(default_factory=dict)
+
+
+def _found(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> _Found:
     reading = Reading(graph, held)
     search = _Search(reading)
     search.run("attention", find_cudnn_attention, enabled)
@@ -79,43 +91,46 @@ def _fused(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> Fusio
     takes_sum = partial(search.is_free, enabled="add_norm" in enabled)
     search.run("norm", partial(find_norm, takes_sum=takes_sum), enabled)
     matches = sorted(search.matches, key=lambda m: min(m.outputs))
-    loops, operations = [], list(graph.operations)
-    for index, operation in enumerate(operations if enabled else ()):
+    found = _Found(graph=graph, matches=matches, misses=search.misses())
+    for index, operation in enumerate(graph.operations if enabled else ()):
         if operation.primitive == "scan":
             body, weights = body_of(operation, reading.weights)
             # Weights that are joined in a loop would be joined at every step.
-            loops.append(_fused(body, enabled - {"qkv"}, weights))
-            if loops[-1].graph is not body:
-                operations[index] = with_body(operation, loops[-1].graph)
+            found.loops[index] = _found(body, enabled - {"qkv"}, weights)
+    return found
+
+
+def _name(found: _Found, counts: dict[str, int]) -> set[str]:
+    """Gives equal matches, such as those of equal layers, one name; returns the names."""
+    names: dict[object, str] = {}
+    for i, m in enumerate(found.matches):
+        key = structure(found.graph, m)
+        if key not in names:
+            counts[m.pattern] += 1
+            names[key] = f"{m.pattern}.{counts[m.pattern]}"
+        found.matches[i] = replace(m, name=names[key])
+    inner = [_name(loop, counts) for loop in found.loops.values()]
+    return set(names.values()).union(*inner)
+
+
+def _rewritten(found: _Found, without: Collection[str]) -> Fusion:
+    operations = list(found.graph.operations)
+    loops = []
+    for index, inner in found.loops.items():
+        loops.append(_rewritten(inner, without))
+        if loops[-1].graph is not inner.graph:
+            operations[index] = with_body(operations[index], loops[-1].graph)
+    matches = [m for m in found.matches if m.name not in without]
     changed = matches or any(loop.graph is not loop.source for loop in loops)
-    rewritten = replace(graph, operations=tuple(operations))
+    rewritten = replace(found.graph, operations=tuple(operations))
     return Fusion(
-        source=graph,
-        graph=rewrite(rewritten, matches) if changed else graph,
+        source=found.graph,
+        graph=rewrite(rewritten, matches) if changed else found.graph,
         matches=tuple(matches),
-        misses=search.misses(),
+        misses=found.misses,
+        left_out=tuple(m for m in found.matches if m.name in without),
         loops=tuple(loops),
     )
-
-
-def names_of(patterns: Patterns) -> frozenset[str]:
-    """The names that an argument means.
-
-    Raises:
-      InputError: There is no such pattern.
-    """
-    if isinstance(patterns, str):
-        known = {"all": PATTERNS, "none": ()}
-        names = known.get(patterns, (patterns,))
-    else:
-        names = tuple(patterns)
-    unknown = sorted(set(names) - set(PATTERNS))
-    if unknown:
-        raise InputError(
-            f"fusion={patterns!r}: no pattern {', '.join(map(repr, unknown))}; there are "
-            f"{', '.join(PATTERNS)}; name some of these, or pass 'all' or 'none'"
-        )
-    return frozenset(names)
 
 
 class _Search:

@@ -68,6 +68,7 @@ class Match:
       function: Computes these from the operands, in their shapes and dtypes.
       operations: Positions of the operations between operands and outputs.
       replaced: Those among them that nobody else needs.
+      name: The pattern with a number that equal matches share, such as those of equal layers.
     """
 
     pattern: str
@@ -79,6 +80,7 @@ class Match:
     function: Callable[..., Sequence[Array]]
     operations: tuple[int, ...]
     replaced: frozenset[int]
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +220,7 @@ def structure(graph: Graph, m: Match) -> tuple[object, ...]:
 
 
 def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
-    """The graph with each match replaced by the operations its function traces to."""
+    """The graph with each match replaced by the operations that those of its name trace to."""
     avals, traced = list(graph.avals), {}
     makers = Reading(graph).makers
     replaced = {value for m in matches for value in m.outputs}
@@ -230,10 +232,9 @@ def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
     added = []
     for m in matches:
         place = min(makers[value] for value in m.outputs)
-        key = structure(graph, m)
-        if key not in traced:
-            traced[key] = _traced(graph, m)
-        added += [(place, operation) for operation in _fragment(avals, m, traced[key])]
+        if m.name not in traced:
+            traced[m.name] = _traced(graph, m)
+        added += [(place, operation) for operation in _fragment(avals, m, traced[m.name])]
     operations = _ordered([*kept, *_shared(added, avals, replaced)])
     return without_dead_code(replace(graph, avals=tuple(avals), operations=tuple(operations)))
 

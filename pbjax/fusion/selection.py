@@ -1,0 +1,87 @@
+"""What a caller asks of fusion: patterns to look for, and what to leave as the model has it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pbjax.errors import InputError, InputTypeError
+
+PATTERNS = ("attention", "gated_gemm", "gemm", "qkv", "layer_norm", "rms_norm", "add_norm")
+_WHOLE = ("auto", "all", "none")
+
+type Patterns = str | Collection[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which matches are made.
+
+    Attributes:
+      patterns: Names out of `PATTERNS`.
+      without: Names of matches that are left as the model has them, such as "gemm.2".
+      auto: Whether that holds only where kernels can run, and for models that call none.
+    """
+
+    patterns: frozenset[str]
+    without: frozenset[str] = frozenset()
+    auto: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left out."""
+        return not self.without and self.patterns == frozenset(PATTERNS)
+
+
+def selection_of(wanted: object) -> Selection:
+    """Reads the argument `fuse`.
+
+    Args:
+      wanted: "auto", "all", "none", or names of patterns, as a collection or joined by commas. A
+        name after a minus leaves out a pattern or, with its number, a match: "all,-gemm.2".
+
+    Returns:
+      What is meant; "auto" where nothing is named but what to leave out.
+
+    Raises:
+      InputError: There is no such pattern, or names contradict each other.
+      InputTypeError: It is no text and no collection of texts.
+    """
+    names = _names(wanted)
+    added = {name for name in names if not name.startswith("-")}
+    if not added and names:
+        added = {"auto"}
+    removed = {name.removeprefix("-") for name in names if name.startswith("-")}
+    known = {*PATTERNS, *_WHOLE}
+    unknown = sorted(added - known) + sorted(removed - {n for n in removed if _is_known(n)})
+    if unknown:
+        raise InputError(
+            f"fuse={wanted!r}: no pattern {', '.join(map(repr, unknown))}; there are "
+            f"{', '.join(PATTERNS)}; name some of these, or pass 'auto', 'all' or 'none'"
+        )
+    if len(added) > 1 and added.intersection(_WHOLE):
+        raise InputError(
+            f"fuse={wanted!r}: {', '.join(sorted(added.intersection(_WHOLE)))} beside other names; "
+            "it stands alone, but for names after a minus; leave out one of them"
+        )
+    every = bool(added & {"auto", "all"})
+    patterns = frozenset(PATTERNS) if every else frozenset(added - {"none"})
+    return Selection(
+        patterns=patterns - removed,
+        without=frozenset(removed.difference(PATTERNS)),
+        auto="auto" in added,
+    )
+
+
+def _names(wanted: object) -> tuple[str, ...]:
+    parts = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not isinstance(parts, Collection) or not all(isinstance(part, str) for part in parts):
+        raise InputTypeError(
+            f"fuse={wanted!r}: a {type(wanted).__name__}; a text or a collection of texts is "
+            "allowed; pass 'auto', 'all', 'none' or names of patterns"
+        )
+    return tuple(str(part).strip() for part in parts)
+
+
+def _is_known(name: str) -> bool:
+    """Whether it names a pattern, or a match of one."""
+    pattern, dot, number = name.partition(".")
+    return pattern in PATTERNS and (not dot or number.isdecimal())
