@@ -19,16 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from model_rows import PEAK_FLOPS_PER_S, ROWS, get_row
-from peer_processes import Meter, Worker
+from peer_processes import PROVIDERS, Absent, Meter, Worker, why_absent
 from peer_protocol import GROUPS, NUM_INPUTS, add_scenario, check_scenario
 from peer_results import describe, finish, kernel_table, table
 
 HERE = Path(__file__).parent
 TORCH = ("eager", "inductor", "max-autotune", "reduce-overhead")
-ONNX = ("onnxruntime-cpu", "onnxruntime-cuda", "onnxruntime-tensorrt", "tensorrt")
+ONNX = (*PROVIDERS, "tensorrt")
 # Modes that share a process; those with CUDA graphs keep memory of their own.
 TOGETHER = ("eager", "inductor")
 PEERS = [*TORCH[:3], *ONNX[1:], "tokamax"]
@@ -51,9 +52,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     check_scenario(parser, args)
-    start = time.time()
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    start, about = time.time(), provenance(args)
     with tempfile.TemporaryDirectory() as folder:
-        workers = {name: start_row(name, args, folder) for name in args.rows}
+        absent = {m: why_absent(args.peer_python, m) for m in args.peers if m in ONNX}
+        workers = {name: start_row(name, args, folder, absent) for name in args.rows}
         if "tokamax" in args.peers:
             command = [sys.executable, str(HERE / "peer_tokamax.py")]
             workers["kernels"] = [Worker(command, "tokamax", ["tokamax"], 2)]
@@ -62,24 +66,28 @@ def main() -> None:
             for worker in (w for group in workers.values() for w in group):
                 worker.wait_ready(deadline, args.ready_within)
             print(f"compiled after {time.time() - start:.0f} s", flush=True)
-            lines, kernels = measure(workers, args, Path(folder))
+            for lines, kernels in measure(workers, args, Path(folder)):
+                if args.out:  # After every row: what a run that is cut short had found stays.
+                    document = {"schema_version": 1, "provenance": about, "rows": lines}
+                    text = json.dumps(document | {"kernels": kernels}, indent=1)
+                    args.out.write_text(text + "\n")
         finally:
             for worker in (w for group in workers.values() for w in group):
                 worker.stop()
     print(table({name: ROWS[name] for name in args.rows}, lines))
     if kernels:
         print(kernel_table(kernels))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"schema_version": 1, "provenance": provenance(args), "rows": lines}
-        args.out.write_text(json.dumps(document | {"kernels": kernels}, indent=1) + "\n")
     print(f"{len(lines)} rows, {time.time() - start:.0f} s")
 
 
 def measure(
-    workers: dict[str, list[Worker]], args: argparse.Namespace, folder: Path
-) -> tuple[list[dict], list[dict]]:
-    """Lets the processes measure in turn; returns the lines of the rows and of tokamax."""
+    workers: dict[str, list[Worker | Absent]], args: argparse.Namespace, folder: Path
+) -> Iterator[tuple[list[dict], list[dict]]]:
+    """Lets the processes measure in turn.
+
+    Yields:
+      After each row, the lines of all rows so far, and those of tokamax.
+    """
     lines, meter = [], Meter()
     kernels = [line for w in workers.pop("kernels", []) for line in turn(w)]
     for name, group in workers.items():
@@ -89,21 +97,23 @@ def measure(
             line |= meter.between(*line.pop("between", (0, 0)))
             print(describe(row, line), flush=True)
         lines += found
+        yield lines, kernels
     meter.stop()
-    return lines, kernels
 
 
-def turn(worker: Worker) -> list[dict]:
+def turn(worker: Worker | Absent) -> list[dict]:
     """Returns what a process measured, and ends it."""
     lines = worker.release()
     worker.stop()
     return lines
 
 
-def start_row(name: str, args: argparse.Namespace, folder: str) -> list[Worker]:
-    """Starts the processes of a row."""
+def start_row(
+    name: str, args: argparse.Namespace, folder: str, absent: dict[str, str]
+) -> list[Worker | Absent]:
+    """Starts the processes of a row; `absent` says why an ONNX mode has none."""
     common = ["--row", name, "--outputs", folder, *scenario_options(name, args)]
-    workers = []
+    workers: list[Worker | Absent] = []
     for part in range(min(args.split, len(args.variants))):
         variants = args.variants[part :: args.split]
         command = [sys.executable, str(HERE / "model_jax.py"), *common]
@@ -119,7 +129,9 @@ def start_row(name: str, args: argparse.Namespace, folder: str) -> list[Worker]:
             workers.append(Worker([*torch, mode], "torch", [mode], threads))
         if mode in ONNX:
             command = [args.peer_python, str(HERE / "peer_onnx.py"), *common, "--mode", mode]
-            workers.append(Worker(command, "onnx", [mode], 2))
+            reason = absent[mode]
+            found = Absent("onnx", mode, reason) if reason else Worker(command, "onnx", [mode], 2)
+            workers.append(found)
     return workers
 
 
@@ -137,21 +149,11 @@ def scenario_options(name: str, args: argparse.Namespace) -> list[str]:
 
 def provenance(args: argparse.Namespace) -> dict:
     """Where and how it was measured."""
-    versions = "import json, {0}; print(json.dumps([{1}]))"
-    ours = versions.format(
-        "jax, flax", "jax.__version__, flax.__version__, jax.devices()[0].device_kind"
-    )
-    theirs = versions.format("torch, transformers", "torch.__version__, transformers.__version__")
-    jax_version, flax_version, kind = json.loads(_output([sys.executable, "-c", ours]))
-    torch_version, hf_version = json.loads(_output([args.peer_python, "-c", theirs]))
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version,power.limit"]
     return {
-        "device_kind": kind,
-        "driver_and_power_limit": "" if args.tiny else _output(query),
-        "jax": jax_version,
-        "flax": flax_version,
-        "torch": torch_version,
-        "transformers": hf_version,
+        "device_driver_power_limit": _output([*query, "--format=csv,noheader"]),
+        "versions": versions(sys.executable, ["jax", "flax"])
+        | versions(args.peer_python, ["torch", "transformers", "triton", "onnxruntime", "tokamax"]),
         "precision": "bfloat16; TF32 for PyTorch's products in f32; ONNX as its rows say",
         "peak_flops_per_s": PEAK_FLOPS_PER_S,
         "seconds": f"median of {GROUPS} groups of back-to-back calls on {NUM_INPUTS} random inputs "
@@ -162,8 +164,19 @@ def provenance(args: argparse.Namespace) -> dict:
     }
 
 
+def versions(python: str, names: list[str]) -> dict[str, str]:
+    """Versions of packages as a Python has them; those that it lacks are left out."""
+    code = f"""import json; from importlib import metadata as m
+have = {{d.name.lower(): d.version for d in m.distributions()}}
+print(json.dumps({{n: have[n] for n in {names!r} if n in have}}))"""
+    return json.loads(_output([python, "-c", code]))
+
+
 def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return (done.stdout.strip().splitlines() or ["unknown"])[-1]
 
 

@@ -9,6 +9,47 @@ import tempfile
 import threading
 import time
 
+PROVIDERS = {
+    "onnxruntime-cpu": "CPUExecutionProvider",
+    "onnxruntime-cuda": "CUDAExecutionProvider",
+    "onnxruntime-tensorrt": "TensorrtExecutionProvider",
+}
+
+
+def why_absent(python: str, mode: str) -> str:
+    """Why a Python lacks the runtime of an ONNX mode; empty if it has it.
+
+    Asked before a process for every row loads PyTorch and exports a model for nothing.
+    """
+    code = "import tensorrt"
+    if provider := PROVIDERS.get(mode):
+        code = f"""import onnxruntime as o
+has = o.get_available_providers()
+if {provider!r} not in has:
+    exit(f"{provider} is none of onnxruntime {{o.__version__}}: it has {{has}}")"""
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:600]
+
+
+class Absent:
+    """In the place of a Worker whose program is not installed."""
+
+    def __init__(self, side: str, mode: str, reason: str):
+        """Keeps the reason."""
+        self.line = {"side": side, "mode": mode, "error": reason}
+
+    def wait_ready(self, deadline: float, within_s: int) -> None:
+        """Returns at once."""
+
+    def release(self) -> list[dict]:
+        """Returns the line with the reason."""
+        return [self.line]
+
+    def stop(self) -> None:
+        """Has nothing to end."""
+
 
 class Worker:
     """A process that compiles, says READY, and measures when told."""

@@ -138,6 +138,29 @@ def test_a_process_that_breaks_while_it_measures_keeps_what_it_had_found(script)
     assert second["error"] == "ZeroDivisionError: division by zero"
 
 
+@pytest.mark.parametrize("mode", ["onnxruntime-cuda", "tensorrt"])
+def test_a_runtime_that_is_not_installed_is_named(script, monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    module = mode.split("-")[0]
+    (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
+    reason = script("peer_processes").why_absent(sys.executable, mode)
+    assert reason == f"ImportError: no {module} here"
+
+
+def test_a_provider_that_is_missing_is_named_with_those_that_are_there(
+    script, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "__version__ = '1.0'\ndef get_available_providers(): return ['CPUExecutionProvider']\n"
+    (tmp_path / "onnxruntime.py").write_text(code)
+    why_absent = script("peer_processes").why_absent
+    assert why_absent(sys.executable, "onnxruntime-cpu") == ""
+    reason = why_absent(sys.executable, "onnxruntime-cuda")
+    assert reason == (
+        "CUDAExecutionProvider is none of onnxruntime 1.0: it has ['CPUExecutionProvider']"
+    )
+
+
 def test_a_meter_takes_medians_of_a_span(script, monkeypatch):
     processes = script("peer_processes")
 
