@@ -13,7 +13,7 @@ import tokenizers
 
 from models.checkpoint import load_tokenizer
 from models.errors import CheckpointError
-from models.hf_folder import check_folder, read_json
+from models.hf_folder import find_folder, read_json
 from models.orbax_folder import CONFIG, TOKENIZER, is_ours
 
 SOURCE_CONFIG = "source_config.json"
@@ -56,7 +56,7 @@ def load_stop_tokens(folder: str | Path) -> tuple[int, ...]:
     Raises:
       CheckpointError: A file is corrupt or the field is no token.
     """
-    path = Path(folder)
+    path = find_folder(folder)
     file = path / GENERATION
     fields = read_json(file) if file.is_file() else {}
     if fields.get("eos_token_id") is None:
@@ -82,7 +82,7 @@ def load_labels(folder: str | Path) -> tuple[str, ...]:
     Raises:
       CheckpointError: The file is corrupt, or the numbers are not 0, 1, 2 and so on.
     """
-    file, fields = _config(Path(folder))
+    file, fields = _config(find_folder(folder))
     names = fields.get("id2label")
     if names is None:
         return ()
@@ -103,8 +103,7 @@ def load_preprocessor(folder: str | Path) -> dict[str, object]:
     Raises:
       CheckpointError: There is no such file, or it is corrupt.
     """
-    path = Path(folder)
-    check_folder(path)
+    path = find_folder(folder)
     for name, parts in PREPROCESSORS:
         if (path / name).is_file():
             fields = read_json(path / name)
@@ -142,8 +141,7 @@ def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Toke
     Raises:
       CheckpointError: There is neither, or a file is corrupt.
     """
-    path = Path(folder)
-    check_folder(path)
+    path = find_folder(folder)
     if (path / TOKENIZER).is_file():
         return load_tokenizer(path)
     if not (path / VOCABULARY).is_file():
@@ -167,7 +165,6 @@ def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Toke
 
 def _config(path: Path) -> tuple[Path, Mapping[str, object]]:
     """The config.json of Hugging Face's form, and where it lies."""
-    check_folder(path)
     file = path / CONFIG
     fields = read_json(file)
     if not is_ours(fields):

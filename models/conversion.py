@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from models.checkpoint import Checkpoint, Progress, open_checkpoint, read_module
 from models.companions import copy_companions
 from models.errors import CheckpointError
-from models.hf_folder import check_folder, read_json
+from models.hf_folder import find_folder, read_json
 from models.keys import KeyReport
 from models.numeric import NumericCheck, Reference, check_reference, read_reference, summarise
 from models.orbax_folder import (
@@ -101,7 +101,7 @@ def convert(
     check_target(target)
     expected = None if reference is None else read_reference(reference)
     wanted = None if dtype is None else canonical_dtype(dtype, f"convert({source})")
-    checkpoint = _open(Path(source), allow_pickle)
+    checkpoint = _open(find_folder(source), allow_pickle)
     stored = wanted or checkpoint.stored_dtype()
     written = checkpoint.match.report.num_expected * jnp.dtype(stored).itemsize
     total = checkpoint.num_bytes + written
@@ -128,7 +128,6 @@ def convert(
 
 
 def _open(path: Path, allow_pickle: bool) -> Checkpoint:
-    check_folder(path)
     fields = read_json(path / CONFIG)
     if is_ours(fields):
         raise CheckpointError(

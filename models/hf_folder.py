@@ -5,6 +5,7 @@ of PyTorch, of which `models.torch_file` reads nothing but tensors. Other format
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,26 @@ def read_json(path: Path) -> dict[str, object]:
     return parsed
 
 
-def check_folder(path: Path) -> None:
-    """Raises CheckpointError unless the path is a folder."""
+def find_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns the path of a folder.
+
+    Raises:
+      CheckpointError: It is none, or what was given is no path.
+    """
+    try:
+        path = Path(folder)
+    except TypeError as error:
+        raise CheckpointError(
+            f"folder {folder!r}: a {type(folder).__name__}; a path is needed, as a str or a Path;"
+            " give that of the checkpoint's folder"
+        ) from error
     if not path.is_dir():
         found = "a file" if path.exists() else "no such folder"
         raise CheckpointError(
             f"{path}: {found}; a local folder with config.json is needed, nothing is downloaded;"
             " give the path of the folder"
         )
+    return path
 
 
 def read_headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorHeader]:

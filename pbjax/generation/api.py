@@ -1,12 +1,14 @@
 """`generate` and `stream`: checks, compiled programs, and the loop on the host that reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import jax
 import numpy as np
 import tokenizers
 
+from pbjax.arguments import whole, whole_numbers
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.functional import shared_method
 from pbjax.generation.decoding import CachedDecoder, Decoder, Rules, State, advance, begin, window
@@ -21,6 +23,8 @@ CHUNK = 16
 METHODS = ("empty_cache", "prefill", "decode")
 
 type PromptRows = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
+type Seeds = SupportsIndex | Sequence[SupportsIndex] | np.ndarray
+type TokenIds = Collection[SupportsIndex] | np.ndarray
 type MaskRows = np.ndarray | Sequence[Sequence[int]]
 
 
@@ -42,7 +46,7 @@ def generate(
     model: CachedDecoder,
     prompts: PromptRows,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     attention_mask: MaskRows | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
     temperature: float = 0.0,
@@ -50,8 +54,8 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    stop_tokens: Sequence[int] = (),
+    seed: Seeds = 0,
+    stop_tokens: TokenIds = (),
     stop_strings: Sequence[str] = (),
 ) -> list[Completion]:
     """Continues prompts.
@@ -102,7 +106,7 @@ def generate(
         stop_strings=stop_strings,
     )
     found = [[] for _ in request.prompts.rows]
-    for token in _run(request, CHUNK if request.stop_strings else max_new_tokens):
+    for token in _run(request, CHUNK if request.stop_strings else request.max_new_tokens):
         found[token.sequence].append(token)
     return [Completion.of(tokens) for tokens in found]
 
@@ -111,7 +115,7 @@ def stream(
     model: CachedDecoder,
     prompts: PromptRows,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     attention_mask: MaskRows | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
     temperature: float = 0.0,
@@ -119,8 +123,8 @@ def stream(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    stop_tokens: Sequence[int] = (),
+    seed: Seeds = 0,
+    stop_tokens: TokenIds = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[Token]:
     """Continues prompts and yields each token as soon as it is there.
@@ -165,13 +169,15 @@ def _request(
     model: CachedDecoder,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: SupportsIndex,
     sampling: Sampling,
     tokenizer: tokenizers.Tokenizer | None,
-    seed: int | Sequence[int],
-    stop_tokens: Sequence[int],
+    seed: Seeds,
+    stop_tokens: TokenIds,
     stop_strings: Sequence[str],
 ) -> Request:
+    max_new_tokens = whole("generate(max_new_tokens)", max_new_tokens)
+    stop_tokens = whole_numbers("generate(stop_tokens)", stop_tokens)
     if max_new_tokens < 1:
         raise InputError(
             f"generate(max_new_tokens={max_new_tokens}): nothing to generate; 1 or more are "
@@ -207,8 +213,12 @@ def _request(
     )
 
 
-def _seeds(seed: int | Sequence[int], batch_size: int) -> np.ndarray:
-    seeds = [seed + index for index in range(batch_size)] if isinstance(seed, int) else list(seed)
+def _seeds(seed: Seeds, batch_size: int) -> np.ndarray:
+    if isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0:
+        seeds = whole_numbers("generate(seed)", seed)
+    else:
+        first = whole("generate(seed)", seed)
+        seeds = [first + index for index in range(batch_size)]
     if len(seeds) != batch_size:
         raise InputError(
             f"generate(seed): {len(seeds)} seeds for {batch_size} prompts; one number, or one a "

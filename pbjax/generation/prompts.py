@@ -84,6 +84,11 @@ def read_prompts(
             "allowed; pass models.load_tokenizer(FOLDER)"
         )
     texts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(texts, Sequence | np.ndarray) or getattr(texts, "ndim", 1) == 0:
+        raise InputTypeError(
+            f"generate(prompts): a {type(prompts).__name__}; a text, a list of texts, or rows of "
+            "token ids are allowed; for one prompt pass [ids]"
+        )
     if len(texts) == 0:
         raise InputError("generate(prompts): there are none; one or more are needed; give a prompt")
     if isinstance(texts[0], str):
@@ -132,6 +137,11 @@ def _strip(rows: list[np.ndarray], attention_mask) -> list[np.ndarray]:
     """The rows without their padding."""
     if attention_mask is None:
         return rows
+    if not isinstance(attention_mask, Sequence | np.ndarray):
+        raise InputTypeError(
+            f"generate(attention_mask): a {type(attention_mask).__name__}; rows of 0 and 1 are "
+            "allowed; give one value a token"
+        )
     masks = [np.asarray(mask) for mask in attention_mask]
     shapes = [mask.shape for mask in masks]
     if shapes != [row.shape for row in rows]:

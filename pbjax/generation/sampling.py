@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from pbjax.arguments import number, whole
 from pbjax.errors import InputError
 
 
@@ -36,7 +37,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises InputError unless every setting has a meaning."""
+        """Takes numbers of any library; raises unless every setting is one and has a meaning."""
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, number(f"generate({name})", getattr(self, name)))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", whole("generate(top_k)", self.top_k))
         self._require("temperature", 0 <= self.temperature < math.inf, "0 or a positive number")
         self._require("top_k", self.top_k is None or self.top_k >= 1, "1 or more, or None")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")

@@ -1,11 +1,11 @@
 """Tokens into text one at a time: whole characters only, and nothing of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from pbjax.errors import InputError
+from pbjax.errors import InputError, InputTypeError
 
 
 class TextStream:
@@ -55,7 +55,14 @@ def check_stop_strings(
 
     Raises:
       InputError: They need a tokenizer, one is empty, or they are one string and not several.
+      InputTypeError: They are no texts.
     """
+    texts = stop_strings if isinstance(stop_strings, Collection) else ()
+    if texts is not stop_strings or not all(isinstance(text, str) for text in texts):
+        raise InputTypeError(
+            f"generate(stop_strings={stop_strings!r}): of type {type(stop_strings).__name__}; "
+            "several texts are allowed; write for instance stop_strings=['\\n\\n']"
+        )
     if isinstance(stop_strings, str) or "" in stop_strings:
         raise InputError(
             f"generate(stop_strings={stop_strings!r}): not several texts with something in each; a "

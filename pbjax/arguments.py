@@ -1,0 +1,61 @@
+"""Numbers that callers pass: of any library as Python's own, and what is none refused by name."""
+
+import reprlib
+from operator import index
+from typing import Any
+
+from pbjax.errors import InputTypeError
+
+
+def whole(asked: str, value: Any) -> int:
+    """Returns a whole number.
+
+    Args:
+      asked: The call and the argument, such as "generate(seed)".
+      value: What was passed.
+
+    Raises:
+      InputTypeError: It is something else, such as a float or a bool.
+    """
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise InputTypeError(f"{asked}: {_shown(value)}; a whole number is allowed; pass an int")
+
+
+def whole_numbers(asked: str, values: Any) -> list[int]:
+    """Returns the whole numbers of a list, a tuple, a set or an array.
+
+    Raises:
+      InputTypeError: They are something else, such as one number.
+    """
+    try:
+        if not isinstance(values, str | bytes):
+            return [whole(asked, value) for value in values]
+    except TypeError as error:
+        if isinstance(error, InputTypeError):
+            raise
+    raise InputTypeError(
+        f"{asked}: {_shown(values)}; several whole numbers are allowed; pass a list of them"
+    )
+
+
+def number(asked: str, value: Any) -> float:
+    """Returns a number as a float.
+
+    Raises:
+      InputTypeError: It is something else, such as a text, a bool or several numbers.
+    """
+    try:
+        if not isinstance(value, str | bytes | bytearray | bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise InputTypeError(f"{asked}: {_shown(value)}; a number is allowed; pass a float")
+
+
+def _shown(value: object) -> str:
+    text = " ".join(reprlib.repr(value).split())
+    return f"{text} of type {type(value).__name__}"

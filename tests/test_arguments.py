@@ -1,0 +1,88 @@
+"""Arguments of a wrong type are refused by name, and numbers of any library are taken."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models import checkpoint, companions, hf_folder
+from pbjax import arguments
+from pbjax.errors import InputTypeError
+from pbjax.generation import prompts, sampling
+from pbjax.generation.text import check_stop_strings
+
+
+def plain(function):
+    """Without the check of annotations that the test run makes, which would come before ours."""
+    return getattr(function, "__wrapped__", function)
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.array(3), jnp.int32(3)], ids=repr)
+def test_whole_numbers_of_any_library_are_taken(value):
+    assert arguments.whole("f(x)", value) == 3
+    assert arguments.number("f(x)", value) == 3.0
+    assert type(arguments.whole("f(x)", value)) is int
+
+
+@pytest.mark.parametrize("value", [1.5, np.float32(2.0), "3", None, True, [3], b"3"], ids=repr)
+def test_what_is_no_whole_number_is_refused(value):
+    with pytest.raises(InputTypeError, match=rf"f\(x\): .* {type(value).__name__}; a whole"):
+        arguments.whole("f(x)", value)
+
+
+@pytest.mark.parametrize("values", [[1, 2], (np.int8(1), 2), {1, 2}, np.array([1, 2])], ids=repr)
+def test_several_whole_numbers_are_taken(values):
+    assert arguments.whole_numbers("f(x)", values) == [1, 2]
+
+
+@pytest.mark.parametrize("values", [3, None, "12", b"12", np.int64(3), np.array(3)], ids=repr)
+def test_what_is_not_several_whole_numbers_is_refused(values):
+    with pytest.raises(InputTypeError, match=r"f\(x\): .*; several whole numbers"):
+        arguments.whole_numbers("f(x)", values)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [0.5], np.ones(2), True], ids=repr)
+def test_what_is_no_number_is_refused_in_one_line(value):
+    with pytest.raises(InputTypeError, match="a number is allowed") as error:
+        arguments.number("f(x)", value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"], ids=str
+)
+def test_settings_of_sampling_are_numbers(name):
+    kind, check = sampling.Sampling, plain(sampling.Sampling.__post_init__)
+    settings = kind(temperature=1.0)
+    object.__setattr__(settings, name, "1")
+    with pytest.raises(InputTypeError, match=rf"generate\({name}\): '1'"):
+        check(settings)
+    object.__setattr__(settings, name, np.int64(1))
+    check(settings)
+    assert type(getattr(settings, name)) is (int if name == "top_k" else float)
+
+
+@pytest.mark.parametrize("texts", [3, None, [3], b"a", [b"a"]], ids=repr)
+def test_stop_strings_are_texts(texts):
+    with pytest.raises(InputTypeError, match=r"generate\(stop_strings=.*several texts"):
+        plain(check_stop_strings)(texts, None)
+
+
+@pytest.mark.parametrize("rows", [None, 3, iter([[1]]), np.array(3)], ids=repr)
+def test_prompts_have_a_length(rows):
+    with pytest.raises(InputTypeError, match=r"generate\(prompts\): a .*for one prompt pass"):
+        plain(prompts.read_prompts)(rows, None, None, 9)
+
+
+def test_a_mask_is_rows():
+    with pytest.raises(InputTypeError, match=r"generate\(attention_mask\): a int"):
+        plain(prompts._strip)([np.array([1])], 3)
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"bert"], ids=repr)
+@pytest.mark.parametrize("load", [checkpoint.load, companions.load_stop_tokens], ids=str)
+def test_a_folder_is_a_path(monkeypatch, load, folder):
+    module = checkpoint if load is checkpoint.load else companions
+    monkeypatch.setattr(module, "find_folder", plain(hf_folder.find_folder))
+    with pytest.raises(models.CheckpointError, match=r"folder .*: a \w+; a path is needed"):
+        plain(load)(folder)
