@@ -17,7 +17,7 @@ from models import FAMILIES
 from models.checkpoint import find_family
 from models.decoder import CausalDecoder
 from models.errors import CheckpointError, InputError
-from models.hf_folder import check_folder, read_json
+from models.hf_folder import find_folder, read_json
 from models.keymap import Family
 from models.orbax_folder import is_ours, parse_config, parse_manifest
 from models.parameters import canonical_dtype
@@ -177,7 +177,7 @@ def _from_folder(path: Path) -> tuple[Family, object]:
             f"{path}: no such folder or preset; presets are {', '.join(PRESETS)}; give one of them"
             " or a folder with a config.json"
         )
-    check_folder(path)
+    find_folder(path)
     fields = read_json(path / "config.json")
     origin = f"{path}/config.json"
     if is_ours(fields):
