@@ -11,8 +11,10 @@ from jaxtyping import Array
 from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.execution import SplitProgram, WeightLayout, overlap_options
 from pbjax.profile_rows import measured_size
+from pbjax.program_cache import note_verified, program_key
 from pbjax.reports import MeasuredProgram
 from pbjax.schedule import timetable
+from pbjax.stages import graph_fingerprint
 from pbjax.timing import time_alternately
 from pbjax.verification import fresh_inputs, largest_difference
 
@@ -56,6 +58,7 @@ class CompiledProgram:
       temporary_bytes: Device memory beside weights, inputs and outputs.
       weight_bytes: Device memory of weights that the program holds apart from the user's own.
       compile_s: Seconds that lowering and compiling took.
+      key: Identifies program and model where programs are kept; else empty.
     """
 
     way: Way
@@ -66,6 +69,7 @@ class CompiledProgram:
     temporary_bytes: int
     weight_bytes: int
     compile_s: float
+    key: str
 
 
 class PackedWeights:
@@ -189,6 +193,8 @@ def verify(
 ) -> float | None:
     """Largest difference between the outputs of programs and model on fresh random inputs.
 
+    Where programs are kept, so is that they have been verified.
+
     Args:
       analysis: The model.
       leaves: Leaves of the example inputs: the fresh ones are of their kind.
@@ -202,17 +208,20 @@ def verify(
     Raises:
       VerificationError: It is larger than the dtypes allow.
     """
-    differences = []
-    total = len(VERIFIED_SEEDS) * len(programs)
-    for seed in VERIFIED_SEEDS if programs else ():
+    worst = [0.0] * len(programs)
+    for turn, seed in enumerate(VERIFIED_SEEDS if programs else ()):
         fresh = fresh_inputs(leaves, analysis.batch.axes, seed)
         expected = jax.tree.leaves(reference.program(reference.weights, *fresh))
-        for checked in programs:
+        for index, checked in enumerate(programs):
             name = checked.way.name
-            progress(len(differences), total, f"{name} {checked.way.sizes}")
+            done, total = turn * len(programs) + index, len(VERIFIED_SEEDS) * len(programs)
+            progress(done, total, f"{name} {checked.way.sizes}")
             outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
-            differences.append(largest_difference(analysis.source, outputs, expected, name))
-    return max(differences, default=None)
+            found = largest_difference(analysis.source, outputs, expected, name)
+            worst[index] = max(worst[index], found)
+    for checked, difference in zip(programs, worst, strict=True):
+        note_verified(checked.key, difference)
+    return max(worst, default=None)
 
 
 def measure(
@@ -259,7 +268,8 @@ def _compiled(
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     start = time.perf_counter()
     jitted = jax.jit(function, compiler_options=dict(options) or None)
-    program = jitted.lower(jax.eval_shape(pack, params), *shapes).compile()
+    lowered = jitted.lower(jax.eval_shape(pack, params), *shapes)
+    program = lowered.compile()
     seconds = time.perf_counter() - start
     weights = own_weights()
     first = len(analysis.weights) - len(analysis.graph.constants)
@@ -274,4 +284,5 @@ def _compiled(
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
         compile_s=seconds,
+        key=program_key(lowered, sorted(options.items()), graph_fingerprint(analysis.source)),
     )

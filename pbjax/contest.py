@@ -24,6 +24,7 @@ from pbjax.compilation import (
 )
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
+from pbjax.program_cache import verified_difference
 from pbjax.reports import MeasuredProgram, joined, milliseconds
 
 # A split is kept only if it gains more than this many times the spread of the timings.
@@ -89,6 +90,8 @@ def run_contest(
     Raises:
       VerificationError: A split program's outputs are not the unsplit program's.
     """
+    if choice.plan is not None and _settled(choice):
+        return _run_plan(analysis, weights, leaves, choice, choice.plan, phases)
     whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
     unroll = choice.plan.unroll if choice.plan else unroll
     ways = _with_sequential(choice)
@@ -105,7 +108,7 @@ def run_contest(
     with phases.phase("verify") as report:
         difference = verify(analysis, leaves, built[1:], built[0], report)
     timed: tuple[MeasuredProgram, ...] = ()
-    if len(built) > 1 and not _settled(choice):
+    if len(built) > 1:
         with phases.phase("measure") as report:
             timed = measure(built, leaves, report)
     verdict = _decide(built[: len(built) - len(splits)], splits, timed, choice)
@@ -116,6 +119,34 @@ def run_contest(
     )
 
 
+def _run_plan(
+    analysis: Analysis,
+    weights: PackedWeights,
+    leaves: Sequence[Array],
+    choice: Choice,
+    plan: Plan,
+    phases: Phases,
+) -> Contest:
+    """Builds the program of a plan that decides; checks it unless that was done before."""
+    whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
+    given = replace(whole, plain=True, predicted_s=None)
+    with phases.phase("compile") as report:
+        if choice.ways and plan.decision == "split":
+            way = choice.ways[0]
+            kept = compile_split(analysis, weights, leaves, way, unroll=plan.unroll)
+        else:
+            way = given if plan.decision == "plain" or not analysis.fused else whole
+            kept = compile_unsplit(analysis, leaves, way)
+        reference = None
+        if way != given and verified_difference(kept.key) is None:
+            report(1, 2, "the model as given, to compare with")
+            reference = compile_unsplit(analysis, leaves, given)
+    if reference is not None:
+        with phases.phase("verify") as report:
+            verify(analysis, leaves, (kept,), reference, report)
+    return Contest(kept=kept, plan=plan, programs=())
+
+
 def _settled(choice: Choice) -> bool:
     """Whether a plan from this device and version of jax decides."""
     return choice.plan is not None and not choice.warnings
@@ -123,10 +154,8 @@ def _settled(choice: Choice) -> bool:
 
 def _with_sequential(choice: Choice) -> tuple[Way, ...]:
     """The splits to build; the best one also without staggers, to tell overlap from splitting."""
-    if not choice.ways or _settled(choice):
-        return choice.ways if choice.plan is None or choice.plan.decision == "split" else ()
-    best = choice.ways[0]
-    if not any(best.staggers):
+    best = choice.ways[0] if choice.ways else None
+    if best is None or not any(best.staggers):
         return choice.ways
     return (*choice.ways, replace(best, staggers=(0,) * len(best.sizes), predicted_s=None))
 
@@ -140,9 +169,6 @@ def _decide(
     """Keeps one of the unsplit programs, the one without fusion first, or of the splits."""
     if splits and choice.reason:  # the caller or a plan has decided
         return _Verdict(kept=splits[0], split=splits[0], reason=choice.reason)
-    if choice.plan is not None and _settled(choice):
-        kept = wholes[0] if choice.plan.decision == "plain" else wholes[-1]
-        return _Verdict(kept=kept, split=kept, reason=choice.reason)
     place = _better_whole(timed[: len(wholes)])
     unsplit = wholes[place]
     if not splits:
@@ -182,8 +208,6 @@ def _plan(
     difference: float | None,
     unroll: int,
 ) -> Plan:
-    if _settled(choice) and choice.plan is not None:
-        return choice.plan
     way = verdict.split.way
     by_way = {(p.name, p.sizes, p.staggers): p.measured_s for p in timed}
     whole = (choice.batch_size,), (0,)

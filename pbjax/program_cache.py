@@ -72,15 +72,17 @@ def _folder() -> Path | None:
 
 
 def program_key(lowered: jax.stages.Lowered, *more: object) -> str:
-    """What identifies a program that was lowered, and what was done with it.
+    """What identifies a program that was lowered, where programs are kept.
 
     Args:
       lowered: The program.
       *more: Whatever else counts, such as compiler options; its text is taken.
 
     Returns:
-      64 hex digits.
+      64 hex digits; nothing where no programs are kept.
     """
+    if not _keeps():
+        return ""
     client = jax.devices()[0].client
     versions = (jax.__version__, jaxlib.__version__, client.platform_version)
     device = jax.devices()[0].device_kind
@@ -91,6 +93,8 @@ def program_key(lowered: jax.stages.Lowered, *more: object) -> str:
 
 def verified_difference(key: str) -> float | None:
     """The difference that was found when a program was verified; None if it never was."""
+    if not key:
+        return None
     try:
         record = json.loads(_record(key).read_text())
         return float(record["difference"])
@@ -100,7 +104,7 @@ def verified_difference(key: str) -> float | None:
 
 def note_verified(key: str, difference: float) -> None:
     """Keeps that a program has been verified, where compiled programs are kept."""
-    if not _keeps():
+    if not key:
         return
     path = _record(key)
     try:
@@ -120,7 +124,5 @@ def _keeps() -> bool:
 
 
 def _record(key: str) -> Path:
-    if not _keeps():
-        raise FileNotFoundError("no programs are kept")
     folder = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
     return Path(folder) / _VERIFIED / f"{key}.json"

@@ -198,7 +198,11 @@ def outline(program: Program, probe: Program, batch_size: int) -> Outline:
 
 def fingerprint(program: Program) -> str:
     """12 hex digits over the operations of a program's graph, not over its weights."""
-    graph = program.graph
+    return graph_fingerprint(program.graph)
+
+
+def graph_fingerprint(graph: Graph) -> str:
+    """12 hex digits over the operations of a graph and their shapes and dtypes."""
     digest = hashlib.sha256(repr([repr(aval) for aval in graph.avals]).encode())
     for line in _dataflow(graph.operations, graph.avals):
         digest.update(line.encode())
@@ -219,14 +223,16 @@ def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> t
         for resource, sums in busy.items():
             sums[k + 1] = sums[k] + label.seconds * (label.resource == resource)
     sums = np.stack(list(busy.values()))
-    overhead = STAGE_SHARE * float(sums[:, -1].sum())
+    whole = float(sums[:, -1].sum())
 
     def costs(end: int) -> np.ndarray:
         """Of a last stage from each earlier position up to end."""
         spent = sums[:, end : end + 1] - sums[:, :end]
         foreign = spent.sum(axis=0) - spent.max(axis=0)
         boundary = 2 * np.array(crossing[:end]) / device.memory_bytes_per_s
-        return foreign + boundary + overhead
+        # A stage of reshapes alone takes no time, and so can be beside nothing.
+        idle = whole * (spent.sum(axis=0) == 0)
+        return foreign + boundary + idle + STAGE_SHARE * whole
 
     return _cheapest_path(count, costs, min(MAX_SUB_BATCHES, count))
 

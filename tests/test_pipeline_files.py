@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 import pbjax
 from pallas_kernels.testing import assert_close
-from pbjax import errors
+from pbjax import compilation, errors
 from pbjax.analysis import analyse
 from pbjax.choices import searched
 from pbjax.device import find_device
@@ -52,6 +53,29 @@ def test_saved_plan_runs_without_any_measurement(timer, monkeypatch, tmp_path):
     assert not timer.pairs
     check_outputs(again, network, 6)
     assert str(again.report()).count("profile:") == 0
+
+
+def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_path):
+    built = []
+    compiled = compilation._compiled
+    monkeypatch.setattr(
+        "pbjax.compilation._compiled",
+        lambda *args, **options: built.append(args[3].name) or compiled(*args, **options),
+    )
+    plan = run(small(), 6, split=(4, 2)).plan
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        starts = []
+        for _ in range(2):
+            del built[:]
+            again = run(small(), 6, plan=plan)
+            phases = {phase.name for phase in again.report().phases}
+            starts.append((list(built), "verify" in phases))
+            check_outputs(again, small(), 6)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+    assert starts == [(["split", "plain"], True), (["split"], False)]
 
 
 def test_plan_that_decided_for_the_unsplit_program_runs_that(timer, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from pbjax import program_cache
 from pbjax.errors import FileError, PbjaxWarning
@@ -41,6 +42,7 @@ def settings(monkeypatch):
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.delenv(program_cache.VARIABLE, raising=False)
     yield jax.config
+    compilation_cache.reset_cache()
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -101,12 +103,14 @@ def test_a_program_is_verified_once_and_for_what_it_is(settings, tmp_path):
     def lowered(factor):
         return jax.jit(lambda x: factor * x).lower(jnp.ones(3))
 
+    assert program_key(lowered(2.0)) == ""  # Nothing is kept yet.
+    note_verified("", 0.25)
+    assert verified_difference("") is None
+    settings.update("jax_compilation_cache_dir", str(tmp_path))
     key = program_key(lowered(2.0), "options")
     assert key == program_key(lowered(2.0), "options")
     assert len({key, program_key(lowered(3.0), "options"), program_key(lowered(2.0))}) == 3
-    note_verified(key, 0.25)
-    assert verified_difference(key) is None  # Nothing is kept yet.
-    settings.update("jax_compilation_cache_dir", str(tmp_path))
+    assert verified_difference(key) is None
     note_verified(key, 0.25)
     assert verified_difference(key) == 0.25
     (record,) = tmp_path.glob("*/*")
