@@ -32,6 +32,7 @@ TORCH = ("eager", "inductor", "max-autotune", "reduce-overhead")
 ONNX = (*PROVIDERS, "tensorrt")
 # Modes that share a process; those with CUDA graphs keep memory of their own.
 TOGETHER = ("eager", "inductor")
+GRACE_S = 5  # For a process that stops compiling by itself and keeps what it has.
 PEERS = [*TORCH[:3], *ONNX[1:], "tokamax"]
 
 
@@ -56,16 +57,19 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     start, about = time.time(), provenance(args)
     with tempfile.TemporaryDirectory() as folder:
+        args.deadline = time.time() + args.ready_within
         absent = {m: why_absent(args.peer_python, m) for m in args.peers if m in ONNX}
         workers = {name: start_row(name, args, folder, absent) for name in args.rows}
         if "tokamax" in args.peers:
-            command = [sys.executable, str(HERE / "peer_tokamax.py")]
+            command = [sys.executable, str(HERE / "peer_tokamax.py"), "--rows", *args.rows]
+            command += ["--deadline", str(args.deadline)]
             workers["kernels"] = [Worker(command, "tokamax", ["tokamax"], 2)]
         try:
-            deadline = time.time() + args.ready_within
             for worker in (w for group in workers.values() for w in group):
-                worker.wait_ready(deadline, args.ready_within)
-            print(f"compiled after {time.time() - start:.0f} s", flush=True)
+                worker.wait_ready(args.deadline + GRACE_S)
+                if isinstance(worker, Worker) and worker.ready:
+                    text = f"{worker.side} {', '.join(worker.modes)}"
+                    print(f"{worker.ready_at - start:4.0f} s: {text}", flush=True)
             for lines, kernels in measure(workers, args, Path(folder)):
                 if args.out:  # After every row: what a run that is cut short had found stays.
                     document = {"schema_version": 1, "provenance": about, "rows": lines}
@@ -112,7 +116,8 @@ def start_row(
     name: str, args: argparse.Namespace, folder: str, absent: dict[str, str]
 ) -> list[Worker | Absent]:
     """Starts the processes of a row; `absent` says why an ONNX mode has none."""
-    common = ["--row", name, "--outputs", folder, *scenario_options(name, args)]
+    common = ["--row", name, "--outputs", folder, "--deadline", str(args.deadline)]
+    common += scenario_options(name, args)
     workers: list[Worker | Absent] = []
     for part in range(min(args.split, len(args.variants))):
         variants = args.variants[part :: args.split]

@@ -79,21 +79,21 @@ def main() -> None:
         else:
             ready[name] = future.result()
     wait_for_turn()
-    for name, (compiled, state, compile_s) in ready.items():
+    for name, (compiled, weights, compile_s) in ready.items():
         try:
             path = args.outputs / f"jax {row.name} {name}.npy"
-            found = measure(program_of(compiled, state, inputs), row, args, path)
+            found = measure(program_of(compiled, weights, inputs), row, args, path)
             if memory := compiled.memory_analysis():
                 found["temporary_bytes"] = memory.temp_size_in_bytes
             if name in args.trace and not args.tiny:
-                found["kernels"] = kernels_of(compiled, state, inputs[0])
+                found["kernels"] = kernels_of(compiled, weights, inputs[0])
             report("jax", name, compile_s=compile_s, dtype="bfloat16", **found)
         except Exception as error:
             report("jax", name, error=error_text(error))
     print("DONE", flush=True)
 
 
-def program_of(compiled, state: nnx.State, inputs: list[dict]) -> Program:
+def program_of(compiled, weights: list, inputs: list[dict]) -> Program:
     """Returns what both scenarios time."""
     host = [jax.tree.map(np.asarray, given) for given in inputs]
 
@@ -101,7 +101,7 @@ def program_of(compiled, state: nnx.State, inputs: list[dict]) -> Program:
         return np.asarray(result.last_hidden_state[:2].astype(jnp.float32))
 
     return Program(
-        call=functools.partial(compiled, state),
+        call=functools.partial(compiled, weights),
         inputs=inputs,
         upload=lambda index: jax.device_put(host[index]),
         wait=jax.block_until_ready,
@@ -114,9 +114,9 @@ def prepare(row: Row, name: str, parameters: list[Parameter], inputs: dict, tiny
     start = time.perf_counter()
     program = compile_variant(row, name, tiny)
     compile_s = round(time.perf_counter() - start, 1)
-    state = variant_state(row, name, parameters, tiny)
-    jax.block_until_ready(program(state, inputs))
-    return program, state, compile_s
+    weights = variant_weights(row, name, parameters, tiny)
+    jax.block_until_ready(program(weights, inputs))
+    return program, weights, compile_s
 
 
 def build(row: Row) -> nnx.Module:
@@ -220,23 +220,24 @@ def kernels_of_variant(name: str, tiny: bool) -> Kernels:
 
 
 def compile_variant(row: Row, name: str, tiny: bool) -> jax.stages.Compiled:
-    """The program program(state, inputs) -> last hidden state, compiled for a variant."""
+    """The program program(weights, inputs) -> last hidden state, compiled for a variant."""
     kernels, options = kernels_of_variant(name, tiny), {} if tiny else VARIANTS[name][1]
     graphdef, state = nnx.split(nnx.eval_shape(lambda: with_kernels(build(row), kernels)))
+    weights, tree = jax.tree.flatten(state)
 
-    def run(state, inputs):
-        return nnx.merge(graphdef, state)(**inputs)
+    def run(weights, inputs):
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, weights))(**inputs)
 
     inputs = jax.eval_shape(lambda: make_inputs(row, 0))
-    return jax.jit(run, compiler_options=options).lower(state, inputs).compile()
+    return jax.jit(run, compiler_options=options).lower(weights, inputs).compile()
 
 
-def variant_state(row: Row, name: str, parameters: list[Parameter], tiny: bool) -> nnx.State:
-    """The weights as a variant holds them."""
+def variant_weights(row: Row, name: str, parameters: list[Parameter], tiny: bool) -> list:
+    """The weights as a variant holds them, flat: a tree would be walked in Python every call."""
     config = nnx.eval_shape(lambda: build(row)).config
     family = _Builder(row)
     model = fill(family, config, "bfloat16", parameters)
-    return nnx.split(with_kernels(model, kernels_of_variant(name, tiny)))[1]
+    return jax.tree.leaves(nnx.split(with_kernels(model, kernels_of_variant(name, tiny)))[1])
 
 
 class _Builder:
@@ -249,15 +250,15 @@ class _Builder:
         return build(self.row)
 
 
-def kernels_of(program, state, inputs) -> list[dict]:
+def kernels_of(program, weights, inputs) -> list[dict]:
     """Device seconds of one call by name of kernel, longest first; by CUPTI."""
     from jax._src.lib import mosaic_gpu  # Private: CUPTI has no public entry.
 
     cupti = mosaic_gpu._mosaic_gpu_ext
-    jax.block_until_ready(program(state, inputs))
+    jax.block_until_ready(program(weights, inputs))
     cupti._cupti_init()
     try:
-        jax.block_until_ready(program(state, inputs))
+        jax.block_until_ready(program(weights, inputs))
     finally:
         launches = cupti._cupti_get_timings(False)
     totals: dict[str, list[float]] = {}

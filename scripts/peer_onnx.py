@@ -22,6 +22,7 @@ from peer_protocol import (
     make_parser,
     measure,
     report,
+    start_deadline,
     wait_for_turn,
 )
 from peer_torch import DEVICE, make_inputs, make_model, move, synchronize
@@ -41,6 +42,7 @@ def main() -> None:
     start = time.perf_counter()
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         try:
+            start_deadline(args.deadline)
             make = tensorrt_call if mode == "tensorrt" else session_maker(PROVIDERS[mode])
             inputs = [arguments(make_inputs(row, i), dtype) for i in range(NUM_INPUTS)]
             path = export(row, dtype, inputs[0], Path(folder))

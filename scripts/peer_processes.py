@@ -40,7 +40,7 @@ class Absent:
         """Keeps the reason."""
         self.line = {"side": side, "mode": mode, "error": reason}
 
-    def wait_ready(self, deadline: float, within_s: int) -> None:
+    def wait_ready(self, deadline: float) -> None:
         """Returns at once."""
 
     def release(self) -> list[dict]:
@@ -81,22 +81,24 @@ class Worker:
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.found: list[dict] = []
-        self.ready, self.end = False, ""
+        self.ready, self.ready_at, self.end = False, 0.0, ""
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
+            if line.strip() == "READY":
+                self.ready_at = time.time()
             self.lines.put(line.strip())
         self.lines.put(None)
 
-    def wait_ready(self, deadline: float, within_s: int) -> None:
+    def wait_ready(self, deadline: float) -> None:
         """Waits until it has compiled; ends it if that takes too long."""
         while not self.ready:
             try:
                 line = self.lines.get(timeout=max(0.01, deadline - time.time()))
             except queue.Empty:
-                self.end = f"not compiled within the {within_s} s of --ready-within"
+                self.end = "not compiled within the seconds of --ready-within"
                 self.process.kill()
                 self.process.wait()
                 return

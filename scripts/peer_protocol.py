@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import signal
 import statistics
 import sys
 import time
@@ -57,6 +58,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--row", required=True, choices=list(ROWS))
     parser.add_argument("--tiny", action="store_true", help="a small model, to try without a GPU")
     parser.add_argument("--outputs", type=Path, required=True, help="folder for the first output")
+    parser.add_argument("--deadline", type=float, help="time.time() at which compiling ends")
     add_scenario(parser)
     return parser
 
@@ -89,8 +91,23 @@ def check_scenario(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             parser.error(f"--{option} {value:g}: it must be positive; give another")
 
 
+def start_deadline(deadline: float | None) -> None:
+    """Raises TimeoutError in the main thread at that time.time(), unless it is the turn before.
+
+    A process that compiles several modes so keeps those that were done in time.
+    """
+
+    def stop(signal_number, frame):
+        raise TimeoutError("not compiled within the seconds of --ready-within")
+
+    if deadline is not None:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.time(), 1e-3))
+
+
 def wait_for_turn() -> None:
     """Tells that all is compiled, and waits until the GPU is free."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
     print("READY", flush=True)
     sys.stdin.readline()
 

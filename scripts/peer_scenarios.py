@@ -24,7 +24,7 @@ import numpy as np
 
 TAIL = 0.99
 RULE_QUERIES = 270_336  # For the 99th percentile within 0.05 % at 99 % confidence, by the rules.
-BISECTIONS, CHECKS, LOWER_BY, MOST_LOWERINGS = 10, 3, 0.01, 10
+BISECTIONS, CHECKS, LOWER_BY, MOST_LOWERINGS = 10, 3, 0.01, 6
 
 
 class Clock(Protocol):
@@ -220,6 +220,8 @@ def verified_rate(
 ) -> tuple[float, list[Probe]]:
     """Lowers a candidate until several runs in a row stay within the limit.
 
+    By 1 % after the first that does not, and by twice as much each time.
+
     Args:
       probe: probe(rate, seed) serves queries at a rate.
       candidate_per_s: The first rate.
@@ -230,7 +232,7 @@ def verified_rate(
       The rate, 0 if none held, and every run.
     """
     probes, rate = [], candidate_per_s
-    for _ in range(MOST_LOWERINGS if candidate_per_s else 0):
+    for lowering in range(1 + MOST_LOWERINGS if candidate_per_s else 0):
         for check in range(CHECKS):
             served = probe(rate, seed + check)
             probes.append(
@@ -240,5 +242,5 @@ def verified_rate(
                 break
         else:
             return rate, probes
-        rate *= 1 - LOWER_BY
+        rate *= 1 - LOWER_BY * 2**lowering
     return 0.0, probes

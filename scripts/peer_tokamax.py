@@ -8,14 +8,16 @@ out. What it prints, and when, is in peer_protocol.py.
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 import jax.numpy as jnp
 import tokamax
 from kernel_cases import Case, attention, norm
 from model_jax import NO_TRITON, kernels_of
+from model_rows import ROWS
 from peer_protocol import GROUPS, error_text, wait_for_turn
 
 from pallas_kernels.attention.shapes import MODELS
@@ -28,14 +30,25 @@ EPS = 2.0**-7  # Of bfloat16.
 def main() -> None:
     """Compiles all, then times one case after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pattern", default="", help="only cases whose name holds this")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--deadline", type=float, help="time.time() at which compiling ends")
     args = parser.parse_args()
-    with ThreadPoolExecutor() as pool:
-        found = [(c, o) for c, o in [*attentions(), *norms()] if args.pattern in c.name]
-        ready = list(pool.map(lambda item: prepare(*item), found))
+    names = tuple(ROWS[name].title.lower() for name in args.rows)  # Cases begin with them.
+    items = [item for item in [*attentions(), *norms()] if item[0].name.startswith(names)]
+    pool = ThreadPoolExecutor()
+    futures = [pool.submit(prepare, *item) for item in items]
+    wait(futures, timeout=args.deadline and max(0.0, args.deadline - time.time()))
+    late = [future.cancel() or not future.done() for future in futures]
     wait_for_turn()
-    for item in ready:
-        print(json.dumps(compare(*item)), flush=True)
+    for (case, _), future, is_late in zip(items, futures, late, strict=True):
+        line = {"side": "tokamax", "mode": case.name, "kernel": case.kernel, "case": case.name}
+        if is_late:
+            line["error"] = "not compiled within the seconds of --ready-within"
+        elif error := future.exception():
+            line["error"] = error_text(error)
+        else:
+            line |= compare(*future.result())
+        print(json.dumps(line), flush=True)
     print("DONE", flush=True)
 
 
@@ -89,7 +102,7 @@ def norms() -> Iterator[tuple[Case, dict[str, Callable]]]:
 
 
 def prepare(case: Case, opponents: dict[str, Callable]):
-    """Returns the case, its compiled programs or errors by name, their errors, and its inputs."""
+    """Returns a case's compiled programs or refusals by name, their errors, and its inputs."""
     inputs = jax.jit(case.make)(jax.random.key(0))
     truth = jax.jit(case.reference)(*inputs)
     programs, errors = {}, {}
@@ -100,7 +113,7 @@ def prepare(case: Case, opponents: dict[str, Callable]):
             programs[name] = program
         except Exception as error:  # A kernel that refuses is reported, not hidden.
             programs[name] = error_text(error)
-    return case, programs, errors, inputs
+    return programs, errors, inputs
 
 
 @jax.jit
@@ -116,11 +129,10 @@ def relative_rms(result, truth) -> jax.Array:
     return jnp.max(jnp.stack([one(actual, expected) for actual, expected in pairs]))
 
 
-def compare(case: Case, programs: dict, errors: dict, inputs: tuple) -> dict:
+def compare(programs: dict, errors: dict, inputs: tuple) -> dict:
     """Device seconds of every program, which take turns; an error's text for what did not run."""
-    line = {"side": "tokamax", "mode": case.name, "kernel": case.kernel, "case": case.name}
     if isinstance(programs["ours"], str):
-        return line | {"error": f"ours: {programs['ours']}"}
+        return {"error": f"ours: {programs['ours']}"}
     runs = {name: program for name, program in programs.items() if not isinstance(program, str)}
     times = {name: [] for name in runs}
     for _ in range(GROUPS):
@@ -128,7 +140,7 @@ def compare(case: Case, programs: dict, errors: dict, inputs: tuple) -> dict:
             launches = kernels_of(lambda _, given, program=program: program(*given), None, inputs)
             times[name].append(sum(launch["seconds"] for launch in launches))
     found = programs | {name: statistics.median(seconds) for name, seconds in times.items()}
-    return line | {
+    return {
         "ours_s": found.pop("ours"),
         "tokamax_s": found,
         "relative_rms": errors,

@@ -25,6 +25,7 @@ from peer_protocol import (
     make_parser,
     measure,
     report,
+    start_deadline,
     wait_for_turn,
 )
 
@@ -60,6 +61,7 @@ def main() -> None:
         ready = {}
         for mode in args.modes:
             try:
+                start_deadline(args.deadline)
                 ready[mode] = warm(model, inputs, mode)
             except Exception as error:  # A mode that fails is reported, not hidden.
                 report("torch", mode, error=error_text(error))
