@@ -6,8 +6,9 @@ For what looks at a model without running it: `pbjax roofline`. A model's phases
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from models import FAMILIES
 from models.checkpoint import find_family
 from models.decoder import CausalDecoder
 from models.errors import CheckpointError, InputError
+from models.example_values import fill_inputs, fill_module
 from models.hf_folder import find_folder, read_json
+from models.kernels import with_kernels
 from models.keymap import Family
 from models.orbax_folder import is_ours, parse_config, parse_manifest
 from models.parameters import canonical_dtype
@@ -85,6 +88,14 @@ class ModelShape:
     config: object
     module: nnx.Module
 
+    def filled(self) -> "ModelShape":
+        """The model with random weights, its layers calling the kernels that this device has."""
+        return replace(self, module=with_kernels(fill_module(self.module)))
+
+    def values(self, call: Call) -> tuple[object, ...]:
+        """Random inputs of a call."""
+        return fill_inputs(call.inputs, getattr(self.config, "vocab_size", 1))
+
     @property
     def phases(self) -> tuple[str, ...]:
         """What a call of it can do."""
@@ -150,12 +161,13 @@ class ModelShape:
         return Call(function=self.module, inputs=inputs, cache=(), tokens=tokens)
 
 
-def find_shape(source: str, dtype: str = "bfloat16") -> ModelShape:
+def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = None) -> ModelShape:
     """Returns a model by the name of a preset, or by a folder with its config.json.
 
     Args:
       source: A name in PRESETS, or a folder of Hugging Face's or ours; weights need not be there.
       dtype: Of weights and activations.
+      num_layers: How many layers it has; None = as many as its configuration says.
 
     Raises:
       CheckpointError: It is neither, or its configuration is not supported.
@@ -167,8 +179,14 @@ def find_shape(source: str, dtype: str = "bfloat16") -> ModelShape:
         config = getattr(family.config, constructor)()
     else:
         family, config = _from_folder(Path(source))
+    if num_layers is not None:
+        config = _with_layers(config, num_layers)
     module = nnx.eval_shape(lambda: family.build(config, dtype))
     return ModelShape(name=source, family=family, config=config, module=module)
+
+
+def _with_layers(config: Any, num_layers: int) -> object:
+    return replace(config, num_layers=num_layers)
 
 
 def _from_folder(path: Path) -> tuple[Family, object]:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import jax
@@ -102,6 +103,7 @@ def calibrate(
     progress: Callable[[str, int, int, str], None] | None = None,
     *,
     sizes: Sizes | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> Ceilings:
     """Measures the first device of JAX.
 
@@ -109,6 +111,7 @@ def calibrate(
       device_kind: What the device is called, as in `Device.kind`.
       progress: Called as progress(phase, done, total, item).
       sizes: How much is measured; None takes what suits a GPU or a CPU.
+      turn: Entered once all is compiled, for as long as the device is measured.
 
     Returns:
       The ceilings. A dtype that nothing on the device multiplies is left out.
@@ -123,12 +126,13 @@ def calibrate(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = list(pool.map(_compiled, cases))
     found: dict[str, dict[str, float]] = {}
-    for done, (case, program) in enumerate(zip(cases, programs, strict=True)):
-        say("measure", done, len(cases), "/".join(case.name))
-        if program is not None:
-            table, key = case.name
-            seconds = _sustained(program, _operands(case.shapes), sizes.seconds)
-            found.setdefault(table, {})[key] = _four_digits(case.amount / seconds)
+    with turn or nullcontext():
+        for done, (case, program) in enumerate(zip(cases, programs, strict=True)):
+            say("measure", done, len(cases), "/".join(case.name))
+            if program is not None:
+                table, key = case.name
+                seconds = _sustained(program, _operands(case.shapes), sizes.seconds)
+                found.setdefault(table, {})[key] = _four_digits(case.amount / seconds)
     single = {table: rates[""] for table, rates in found.items() if "" in rates}
     return Ceilings(
         provenance=provenance_here(device_kind, COMMAND),

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from pbjax.cli_calibrate import calibrate
 from pbjax.cli_inference import classify, embed, generate, transcribe
 from pbjax.cli_roofline import roofline
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
@@ -229,5 +230,5 @@ def _exit_code(error: Exception) -> int | None:
     return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)
 
 
-for command in (generate, embed, classify, transcribe, roofline):
+for command in (generate, embed, classify, transcribe, roofline, calibrate):
     app.command()(_exit_codes()(command))

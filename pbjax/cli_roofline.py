@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pbjax.roofline_points import Roofline
     from pbjax.roofline_whatif import Variant
 
+Peaks = Literal["measured", "datasheet"]
 Phase = Literal["prefill", "decode", "forward"]
 Attention = Literal["fused", "unfused"]
 
@@ -36,6 +38,10 @@ class _Shape(Protocol):
         self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
     ) -> Any: ...
 
+    def filled(self) -> "_Shape": ...
+
+    def values(self, call: Any) -> tuple[object, ...]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
@@ -51,17 +57,34 @@ class _Subject:
     ) -> "Roofline":
         return _report(self, phase, batch_size, seq_len, new_tokens)
 
+    def measured(self, phase: str, batch_size: int, seq_len: int | None) -> "Roofline":
+        """The same of a shape that is filled, with what its stages take here."""
+        call = self.shape.call(phase, batch_size, seq_len)
+        return _call_report(self, phase, batch_size, call, self.shape.values(call), measure=True)
+
 
 @cache
 def _report(
     subject: _Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
 ) -> "Roofline":
+    call = subject.shape.call(phase, batch_size, seq_len, new_tokens)
+    return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
+
+
+def _call_report(
+    subject: _Subject,
+    phase: str,
+    batch_size: int,
+    call: Any,
+    inputs: tuple[object, ...],
+    *,
+    measure: bool,
+) -> "Roofline":
     from pbjax.roofline import roofline_report
 
-    call = subject.shape.call(phase, batch_size, seq_len, new_tokens)
     return roofline_report(
         call.function,
-        *call.inputs,
+        *inputs,
         device=subject.device,
         cache=call.cache,
         attention=subject.attention,
@@ -69,6 +92,7 @@ def _report(
         phase=phase,
         items=batch_size,
         tokens=call.tokens,
+        measure=measure,
     )
 
 
@@ -76,7 +100,13 @@ def roofline(
     model: Annotated[
         str, typer.Argument(help="A preset, such as llama3-8b, or a folder with a config.json.")
     ],
-    device: Annotated[str, typer.Option(help="Kind of device, such as nvidia-h200 or l40s.")],
+    device: Annotated[
+        str | None,
+        typer.Option(help="Kind of device, such as nvidia-h200 or l40s; this machine's otherwise."),
+    ] = None,
+    peaks: Annotated[
+        Peaks, typer.Option(help="What pbjax calibrate measured, where it has, or the datasheet.")
+    ] = "measured",
     phase: Annotated[
         Phase | None, typer.Option(help="One phase; all that the model has otherwise.")
     ] = None,
@@ -89,6 +119,9 @@ def roofline(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="How many layers; all of the model's otherwise.")
+    ] = None,
     attention: Annotated[
         Attention, typer.Option(help="Whether scores stay out of memory.")
     ] = "fused",
@@ -109,6 +142,16 @@ def roofline(
         float, typer.Option(min=0, max=1, help="Probability that a drafted token is kept.")
     ] = 0.8,
     drafted: Annotated[int, typer.Option(min=1, help="Tokens drafted each round.")] = 4,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Also run it here, with random weights, stage by stage."),
+    ] = False,
+    save_measured: Annotated[
+        Path | None, typer.Option(help="Where to keep what --measure finds.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Compare with what --save-measured has kept.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page with figures that needs no network.")
     ] = None,
@@ -122,13 +165,27 @@ def roofline(
     """Predict what bounds each part of a model on a device; needs neither weights nor a GPU."""
     _require_owner("--latency-ms", latency_ms, "--study", study)
     _require_owner("--draft", draft, "--what-if", what_if)
-    subject = _subject(model, device, dtype, attention)
+    _require_owner("--save-measured", save_measured, "--measure", measure)
+    figures_of = _device(device, peaks, here=measure)  # before what takes longer
+    subject = _subject(model, figures_of, dtype, attention, layers)
     phases = (phase,) if phase else subject.shape.phases
-    reports = [subject.report(name, batch, seq) for name in phases]
+    if measure:
+        reports = _measured(subject, phases, batch, seq)
+    else:
+        reports = [subject.report(name, batch, seq) for name in phases]
+    from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text
     from pbjax.roofline_text import report_text
 
+    if measured is not None:
+        table = MeasuredTable.load(measured)
+        reports = [table.attached(report, _cached(report, seq)) for report in reports]
     texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
+    if any(report.measured for report in reports):
+        texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in reports}
+        document["checks"] = checks_rows(reports)
+    if save_measured is not None:
+        _save_measured(reports, seq, save_measured)
     curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
     if study:
         texts |= _study_texts(reports, curves)
@@ -155,12 +212,65 @@ def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
         )
 
 
-def _subject(model: str, device: str, dtype: str, attention: str) -> _Subject:
+def _device(kind: str | None, peaks: Peaks, *, here: bool) -> "Device":
+    """The figures of a kind of device; of this machine's if none is named."""
+    from pbjax.ceilings import calibrated
+    from pbjax.cli_calibrate import this_device
     from pbjax.device import find_device
 
-    figures = find_device(device)  # before what takes longer
-    shape = import_module("models.presets").find_shape(model, dtype)
-    return _Subject(name=Path(model).name, shape=shape, device=figures, attention=attention)
+    found = this_device() if kind is None else find_device(kind)
+    if here and kind is not None and found.kind != this_device().kind:
+        raise InputError(
+            f"pbjax roofline --measure --device {kind}: this machine has {this_device().kind!r}; "
+            "only that can be measured; leave out --device, or --measure"
+        )
+    return calibrated(found) if peaks == "measured" else found
+
+
+def _subject(
+    model: str, device: "Device", dtype: str, attention: str, layers: int | None
+) -> _Subject:
+    shape = import_module("models.presets").find_shape(model, dtype, layers)
+    name = Path(model).name if layers is None else f"{Path(model).name}, {layers} layers"
+    return _Subject(name=name, shape=shape, device=device, attention=attention)
+
+
+def _measured(
+    subject: _Subject, phases: Sequence[str], batch: int, seq: int | None
+) -> "list[Roofline]":
+    """Reports with what the stages take on this machine, once all are known to fit."""
+    from dataclasses import replace
+
+    for phase in phases:
+        _require_room(subject.report(phase, batch, seq))
+    filled = replace(subject, shape=subject.shape.filled())
+    return [filled.measured(phase, batch, seq) for phase in phases]
+
+
+def _cached(report: "Roofline", seq: int | None) -> int:
+    return (seq or 0) if report.phase == "decode" else 0
+
+
+def _save_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> None:
+    from pbjax.provenance import provenance_here
+    from pbjax.roofline_checks import MeasuredTable, Row
+
+    rows = tuple(
+        Row(
+            model=r.model,
+            phase=r.phase,
+            items=r.items,
+            tokens=r.tokens,
+            cached=_cached(r, seq),
+            measured=r.measured,
+        )
+        for r in reports
+        if r.measured is not None
+    )
+    command = f"pbjax roofline {rows[0].model} --measure --save-measured {path.name}"
+    where = provenance_here(reports[0].device.kind, command)
+    MeasuredTable(provenance=where, rows=rows).save(path)
+    print(f"written: {path}", file=sys.stderr)
 
 
 def _study_texts(

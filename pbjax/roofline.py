@@ -7,18 +7,23 @@ names, or else the modules whose weights they read. FLOPs come from `cost`, byte
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pbjax.ceilings import calibrated
 from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
 from pbjax.dataflow import nbytes
 from pbjax.device import Device, ResourceClass, find_device
-from pbjax.errors import InputError, ModelError, PbjaxError
+from pbjax.errors import DeviceError, InputError, ModelError, PbjaxError
 from pbjax.functional import Model, functional
 from pbjax.repetition import Repetition, find_repetition
+from pbjax.roofline_measure import Place, Staged, measure_stages
 from pbjax.roofline_names import Namer, leaf_names
 from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
 from pbjax.roofline_times import attention_slowdown, bandwidth
@@ -44,6 +49,8 @@ def roofline_report(
     phase: str = "forward",
     items: int = 0,
     tokens: int = 0,
+    measure: bool = False,
+    turn: AbstractContextManager[object] | None = None,
 ) -> Roofline:
     """Counts what a call costs and what bounds each part of it; shapes are enough, nothing runs.
 
@@ -51,7 +58,8 @@ def roofline_report(
       model: An nnx or linen module, a method of one, or any callable; its arrays may be
         `jax.ShapeDtypeStruct`s.
       *inputs: Inputs of a call, or their shapes and dtypes.
-      device: Whose peaks bound it, or its kind.
+      device: Whose peaks bound it; or its kind, for the ceilings that it was measured to reach,
+        else the peaks of its datasheet.
       variables: Of an unbound linen module.
       weights: Which of the inputs hold parameters, where a function takes them as inputs.
       cache: Which of the inputs hold a KV cache. It is taken to be updated in place.
@@ -61,6 +69,10 @@ def roofline_report(
       phase: Name of what the call does, for the report.
       items: Rows of the batch, for the report; 0 if that means nothing.
       tokens: Tokens that the call takes in, for the report.
+      measure: Also run the call on the first device of JAX, which `device` must be, and measure
+        its stages. Weights and inputs must be arrays then; a KV cache among them is used up.
+      turn: With `measure`, entered once all is compiled, for as long as the device is measured: a
+        lock lets several processes compile side by side and measure one after the other.
 
     Returns:
       The report.
@@ -73,7 +85,7 @@ def roofline_report(
 
     Source: Williams, Waterman and Patterson 2009, Roofline.
     """
-    figures = find_device(device) if isinstance(device, str) else device
+    figures = calibrated(find_device(device)) if isinstance(device, str) else device
     fused = _is_fused(attention)
     _check_places(weights, cache, len(inputs))
     seam = functional(model, variables)
@@ -87,10 +99,11 @@ def roofline_report(
             f"roofline_report({seam.name}): cannot be traced: {reason}; a model must be a pure JAX "
             "function of inputs of these shapes; correct the inputs, or what the message names"
         ) from error
+    values = _arrays(seam.name, seam.params, inputs) if measure else []
     leaves = _leaves(graph, inputs, weights, cache)
     counted = _Counter(device=figures, fuse_attention=fused)
-    counted.add(graph, leaves, leaf_names(graph.names, leaves), repeats=1)
-    return Roofline(
+    staged = counted.add(graph, leaves, leaf_names(graph.names, leaves), repeats=1)
+    report = Roofline(
         model=name or seam.name,
         phase=phase,
         device=figures,
@@ -102,6 +115,48 @@ def roofline_report(
         unknown=tuple(sorted(counted.unknown)),
         exact=counted.exact,
     )
+    if not measure:
+        return report
+    _check_here(figures)
+    carried = _carried(graph, leaves)
+    return replace(report, measured=measure_stages(staged, values, carried, turn or nullcontext()))
+
+
+def _check_here(device: Device) -> None:
+    here = jax.devices()[0].device_kind
+    if device.kind != here:
+        raise DeviceError(
+            f"roofline_report(device={device.kind!r}, measure=True): programs run on the first "
+            f"device of JAX, which is {here!r}; only that can be measured; name it, or leave out "
+            "measure="
+        )
+
+
+def _arrays(name: str, params: object, inputs: Sequence[object]) -> list[Array]:
+    values = jax.tree.leaves((params, inputs))
+    missing = [value for value in values if isinstance(value, jax.ShapeDtypeStruct)]
+    if missing:
+        raise InputError(
+            f"roofline_report({name}, measure=True): {len(missing)} weights or inputs are shapes, "
+            f"such as {missing[0]}; arrays are needed to run the call; pass arrays, or leave out "
+            "measure="
+        )
+    return [jnp.asarray(value) for value in values]
+
+
+def _carried(graph: Graph, leaves: Sequence[Holds]) -> dict[int, int]:
+    """Outputs that are a cache of the inputs updated in place, by the number of the input."""
+    roots = measure_traffic(graph, leaves, fuse_attention=True).roots
+    found: dict[int, int] = {}
+    for place, atom in enumerate(graph.outputs):
+        if not isinstance(atom, int) or len(roots[atom]) != 1:
+            continue
+        (root,) = roots[atom]
+        cached = root < len(leaves) and leaves[root] == "kv_cache"
+        before, after = graph.avals[root], graph.avals[atom]
+        if cached and (before.shape, before.dtype) == (after.shape, after.dtype):
+            found.setdefault(root, place)
+    return found
 
 
 def _is_fused(attention: str) -> bool:
@@ -188,7 +243,7 @@ class _Counter:
         *,
         repeats: int,
         section: str = "program",
-    ) -> None:
+    ) -> Staged:
         """Adds the points of a graph.
 
         Args:
@@ -197,26 +252,33 @@ class _Counter:
           names: Names of weights, by their numbers.
           repeats: How often it runs.
           section: What a stage without a name is called if nothing in the graph repeats.
+
+        Returns:
+          The graph with the stages of its operations.
         """
         labels = classify(graph, self._device)
         moved = measure_traffic(graph, leaves, fuse_attention=self._fuse)
+        stages: list[Place | None] = [None] * len(graph.operations)
+        staged = Staged(graph=graph, stages=stages, loops={})
         if not graph.operations:
-            return
+            return staged
         self.temporary_bytes += moved.temporary_bytes
         # By the number of operations, not by their time: so it is the same at every size.
         repetition = find_repetition(graph, [1.0] * len(graph.operations), graph)
         for part in _sections(graph, repetition, section):
-            self._add_section(graph, part, labels, moved, names, repeats)
+            self._add_section(staged, part, labels, moved, names, repeats)
+        return staged
 
     def _add_section(
         self,
-        graph: Graph,
+        staged: Staged,
         section: _Section,
         labels: Sequence[Label],
         moved: Moved,
         names: Mapping[int, str],
         repeats: int,
     ) -> None:
+        graph = staged.graph
         operations = graph.operations[section.start : section.stop]
         taken = frozenset(self._stages)
         namer = Namer(operations, moved, names, section.name, start=section.start, taken=taken)
@@ -225,7 +287,9 @@ class _Counter:
             places = [begin + i for begin in section.begins]
             if operation.primitive == "scan":
                 times = repeats * len(places) * operation.params["length"]
-                self._add_loop(operation, moved, names, times)
+                body = self._add_loop(operation, moved, names, times)
+                for place in places:
+                    staged.loops[place] = body.on(loop_body(graph.operations[place]))
                 continue
             costs = [equation_cost(graph.operations[place].equation) for place in places]
             if not costs[0].known:
@@ -237,6 +301,8 @@ class _Counter:
             traffic = traffic.times(repeats)
             contracts = tensor or operation.primitive in CONTRACTIONS
             kind = _kind(operation, moved, section.start + i, contracts)
+            for place in places:
+                staged.stages[place] = namer.stages[i], kind
             if kind == "attention" and tensor and self._fuse:
                 compute_s *= attention_slowdown(operation, self._device)
             # What attention was measured at has its softmax in it.
@@ -261,7 +327,7 @@ class _Counter:
 
     def _add_loop(
         self, operation: Operation, moved: Moved, names: Mapping[int, str], repeats: int
-    ) -> None:
+    ) -> Staged:
         body, parts = loop_body(operation), scan_parts(operation)
         leaves: list[Holds] = ["weights"] * body.num_weights
         inner: dict[int, str] = {}
@@ -270,7 +336,7 @@ class _Counter:
             if isinstance(atom, int):
                 named = [names[root] for root in moved.roots[atom] if root in names]
                 inner |= {number: named[0]} if named else {}
-        self.add(body, leaves, inner, repeats=repeats, section="loop")
+        return self.add(body, leaves, inner, repeats=repeats, section="loop")
 
 
 def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) -> Kind:

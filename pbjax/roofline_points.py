@@ -199,6 +199,27 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a program was measured to take.
+
+    Attributes:
+      device_kind: Where.
+      seconds: Of a call, by the wall clock, many in a row.
+      stages: Device seconds of each stage in one call: the sum of its kernels.
+      kinds: Those of dense layers, attention and the rest.
+      other_s: Those of kernels that belong to no stage, such as copies.
+      calls: How many calls the stages are the mean of.
+    """
+
+    device_kind: str
+    seconds: float
+    stages: Mapping[str, float]
+    kinds: Mapping[str, float]
+    other_s: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
     """What a call of a model costs on a device, predicted from its traced operations.
 
@@ -213,6 +234,7 @@ class Roofline:
       tokens: Tokens that a call takes in; 0 if not known.
       unknown: Primitives whose cost is not known: they count by their bytes.
       exact: False if a loop's length or a branch is decided only when it runs.
+      measured: What it was measured to take; None if it was not.
     """
 
     model: str
@@ -225,6 +247,7 @@ class Roofline:
     tokens: int = 0
     unknown: tuple[str, ...] = field(default=())
     exact: bool = True
+    measured: Measured | None = None
 
     @property
     def total(self) -> Total:
@@ -290,6 +313,7 @@ class Roofline:
             "fits": self.fits,
             "unknown_primitives": list(self.unknown),
             "exact": self.exact,
+            "measured": asdict(self.measured) if self.measured else None,
         }
 
 

@@ -1,0 +1,77 @@
+"""The command `pbjax calibrate`: measures what this machine reaches, for rooflines and plans."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pbjax.ceilings import Ceilings
+    from pbjax.device import Device
+
+
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of text.")
+    ] = False,
+) -> None:
+    """Measure the real ceilings of this machine: products, bandwidth, functions, launches."""
+    from pbjax import calibration
+    from pbjax.ceilings import NAME, user_folder
+    from pbjax.progress import ProgressPrinter
+
+    datasheet = this_device()
+    with ProgressPrinter() as progress:
+        found = calibration.calibrate(datasheet.kind, progress)
+    path = out or user_folder() / datasheet.slug / f"{NAME}.json"
+    found.save(path)
+    print(json.dumps(asdict(found)) if as_json else ceilings_text(found, datasheet))
+    if not as_json:
+        print(f"written: {path}")
+
+
+def this_device() -> "Device":
+    """The first device of JAX with the figures of its datasheet."""
+    import jax
+
+    from pbjax.device import find_device
+
+    return find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
+
+
+def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
+    """What was measured beside the datasheet, as a table.
+
+    Args:
+      found: What was measured.
+      datasheet: The device's peaks.
+    """
+    from pbjax.roofline_text import table_text
+
+    rows: list[tuple[object, ...]] = []
+
+    def add(name: str, unit: str, scale: float, measured: float, peak: float | None) -> None:
+        share = f"{measured / peak:.0%}" if peak else "-"
+        rows.append((name, measured / scale, peak / scale if peak else "-", share, unit))
+
+    for dtype, rate in found.tensor_flops_per_s.items():
+        peak = datasheet.tensor_flops_per_s.get(dtype)
+        add(f"product, {dtype}", "TFLOP/s", 1e12, rate, peak)
+    for width, rate in found.attention_flops_per_s.items():
+        add(f"attention, heads of {width}", "TFLOP/s", 1e12, rate, None)
+    add("multiply-adds", "TFLOP/s", 1e12, found.cuda_flops_per_s, datasheet.cuda_flops_per_s)
+    add("copy", "TB/s", 1e12, found.memory_bytes_per_s, datasheet.memory_bytes_per_s)
+    add("reading weights", "TB/s", 1e12, found.weight_bytes_per_s, datasheet.memory_bytes_per_s)
+    for name, rate in found.functions_per_s.items():
+        add(name, "G/s", 1e9, rate, None)
+    add("launch", "us", 1e-6, found.launch_s, None)
+    where = found.provenance
+    title = f"ceilings of {where.device_kind}, kept up for a while, {where.date[:10]}"
+    return table_text(title, ("", "measured", "datasheet", "share", "unit"), rows)

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Measures this GPU's ceilings and what the stages of models take, for docs/roofline.md.
+
+Several processes trace and compile side by side; once all are ready, they measure one after the
+other. Weights are random, layers call the kernels that the device has.
+
+    python scripts/bench_roofline.py --out profiles/nvidia_h200
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+
+COMMAND = "python scripts/bench_roofline.py --out profiles/nvidia_h200"
+# Model, layers (None: all), phase, rows, tokens.
+CASES = [
+    ("bert-base", None, "forward", 96, 384),
+    *(("llama3-8b", 2, "prefill", rows, 1024) for rows in (1, 4, 8, 16)),
+    *(("llama3-8b", 2, "prefill", 4, tokens) for tokens in (256, 4096)),
+    *(("llama3-8b", 2, "decode", rows, 1024) for rows in (1, 8, 32, 128, 256, 512)),
+    ("llama3-8b", 2, "decode", 32, 4096),
+    ("vit-base", 4, "forward", 256, None),
+]
+TINY = [
+    ("minilm", 2, "forward", 4, 16),
+    ("gpt2", 1, "prefill", 2, 16),
+    ("gpt2", 1, "decode", 2, 16),
+]
+
+
+class Turn:
+    """Waits until all cases are compiled, then lets one measure at a time; a context manager."""
+
+    def __init__(self, ready, lock, total: int, deadline: float):
+        """Shares a counter and a lock with all others."""
+        self.ready, self.lock, self.total, self.deadline = ready, lock, total, deadline
+
+    def count(self) -> None:
+        """One more case is compiled, or never will be."""
+        with self.ready.get_lock():
+            self.ready.value += 1
+
+    def __enter__(self) -> "Turn":
+        """Waits."""
+        self.count()
+        while self.ready.value < self.total and time.time() < self.deadline:
+            time.sleep(0.02)
+        self.lock.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Lets the next one."""
+        self.lock.release()
+
+
+def measure_case(case, turn: Turn, results) -> None:
+    """Traces, compiles and measures one case, and hands on what it found."""
+    from models.presets import find_shape
+    from pbjax.roofline import roofline_report
+    from pbjax.roofline_checks import Row
+
+    name, layers, phase, rows, tokens = case
+    try:
+        shape = find_shape(name, "bfloat16", layers).filled()
+        call = shape.call(phase, rows, tokens)
+        title = name if layers is None else f"{name}, {layers} layers"
+        report = roofline_report(
+            call.function,
+            *shape.values(call),
+            device=this_kind(),
+            cache=call.cache,
+            measure=True,
+            turn=turn,
+            name=title,
+            phase=phase,
+            items=rows,
+            tokens=call.tokens,
+        )
+        row = Row(
+            model=title,
+            phase=phase,
+            items=rows,
+            tokens=call.tokens,
+            cached=(tokens or 0) if phase == "decode" else 0,
+            measured=report.measured,
+        )
+        results.put((case, report, row))
+    except Exception:
+        turn.count()
+        results.put((case, traceback.format_exc(), None))
+
+
+def this_kind() -> str:
+    """What JAX calls the device."""
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def work(cases, turn: Turn, results, log: Path | None) -> None:
+    """A process: a thread for each of its cases."""
+    if log is not None:
+        logging.basicConfig(filename=log, format="%(threadName)s %(message)s")
+        logging.getLogger("pbjax.roofline_measure").setLevel(logging.DEBUG)
+    threads = [
+        threading.Thread(target=measure_case, args=(case, turn, results), name=str(case))
+        for case in cases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def calibrate(turn: Turn, results) -> None:
+    """A process: the ceilings."""
+    from pbjax.calibration import calibrate as run
+
+    try:
+        results.put(("ceilings", run(this_kind(), turn=turn), None))
+    except Exception:
+        turn.count()
+        results.put(("ceilings", traceback.format_exc(), None))
+
+
+def main() -> None:
+    """Measures, prints each stage beside its prediction, writes two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=9)
+    parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
+    parser.add_argument("--no-ceilings", action="store_true")
+    parser.add_argument("--only", nargs="*", help="models of these names")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    start = time.time()
+    cases = [c for c in (TINY if args.tiny else CASES) if not args.only or c[0] in args.only]
+    context = multiprocessing.get_context("spawn")
+    results, total = context.Queue(), len(cases) + (not args.no_ceilings)
+    turn = Turn(context.Value("i", 0), context.Lock(), total, start + args.ready_within)
+    args.out.mkdir(parents=True, exist_ok=True)
+    processes = [
+        context.Process(
+            target=work,
+            args=(cases[i :: args.processes], turn, results, args.out / f"kernels{i}.log"),
+        )
+        for i in range(min(args.processes, len(cases)))
+    ]
+    if not args.no_ceilings:
+        processes.append(context.Process(target=calibrate, args=(turn, results)))
+    for process in processes:
+        process.start()
+    finish(results, total, args.out, start)
+    for process in processes:
+        process.join()
+    print(f"{total} cases, {time.time() - start:.0f} s")
+
+
+def finish(results, total: int, out: Path, start: float) -> None:
+    """Prints and writes what the processes find, as they find it."""
+    rows = []
+    for _ in range(total):
+        case, found, row = results.get()
+        print(f"[{time.time() - start:.0f} s]", end=" ")
+        if isinstance(found, str):
+            print(f"FAILED {case}: {found}", flush=True)
+        elif row is None:
+            found.save(out / "ceilings.json")
+            print(found, flush=True)
+        else:
+            from pbjax.roofline_checks import checks_text
+
+            print(checks_text(found), flush=True)
+            rows.append(row)
+            write_table(rows, out / "roofline_stages.json")
+
+
+def write_table(rows, path: Path) -> None:
+    """Writes the rows in their order."""
+    from pbjax.provenance import provenance_here
+    from pbjax.roofline_checks import MeasuredTable
+
+    rows.sort(key=lambda row: (row.model, row.phase, row.items, row.tokens, row.cached))
+    MeasuredTable(provenance=provenance_here(this_kind(), COMMAND), rows=tuple(rows)).save(path)
+
+
+if __name__ == "__main__":
+    main()
