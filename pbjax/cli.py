@@ -144,8 +144,7 @@ def optimize(
         say(f"\n{report}")
         if exhaustive and report.profile is not None:
             progress("exhaustive search", 0, 1, "")
-            outline = report.measured_outline or report.outline
-            found = search(outline, report.profile, batch, policy="exhaustive")
+            found = search(report.outline, report.profile, batch, policy="exhaustive")
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)

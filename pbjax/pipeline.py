@@ -316,7 +316,7 @@ def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
         scanned=analysis.scanned,
         outline=analysis.outline,
         profile=measurements.profile if measurements else None,
-        measured_outline=measurements.outline if measurements else None,
+        measured_outline=measurements.relabelled if measurements else None,
         rows_measured=measurements.rows_measured if measurements else 0,
         search=choice.search,
         timetables=_timetables(analysis, contest),

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
 from pbjax.files import read_json, write_atomically
-from pbjax.outline import StageInfo
+from pbjax.outline import Outline, StageInfo
 from pbjax.profile_rows import (
     CorunRow,
     Curve,
@@ -138,6 +138,15 @@ class Profile:
             together = max(t * max(s, 1.0) for t, s in zip(within, row.slowdowns, strict=True))
         saving = 1 - max(together, *alone) / sum(alone)
         return saving if any(sm_budgets) else max(0.0, saving)
+
+    def only(self, outline: Outline) -> "Profile":
+        """The rows of a program's stages and of pairs of them."""
+        wanted = {stage.fingerprint for stage in outline.stages}
+        return replace(
+            self,
+            rows=tuple(row for row in self.rows if row.fingerprint in wanted),
+            corun=tuple(row for row in self.corun if wanted.issuperset(row.fingerprints)),
+        )
 
     def merge(self, other: "Profile") -> "Profile":
         """The rows of both tables; where both have one, that of the newer table.

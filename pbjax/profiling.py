@@ -1,7 +1,8 @@
 """Measuring a program: which rows are missing, and filling them through a timer that is given.
 
-Each different stage is measured once for each batch size, however often the program repeats it. The
-timer is injected: this module runs nothing on a device. The table itself stands in `profile_table`.
+Each different stage is measured once for each batch size and SM budget, however often the program
+repeats it. The timer is injected: this module runs nothing on a device. What is measured is decided
+in `profile_grid`; the table itself stands in `profile_table`.
 """
 
 import re
@@ -12,14 +13,14 @@ from pathlib import Path
 from pbjax.errors import InputError
 from pbjax.outline import Outline as Outline
 from pbjax.outline import StageInfo as StageInfo
+from pbjax.profile_grid import Run as Run
+from pbjax.profile_grid import grid as grid
 from pbjax.profile_rows import CorunRow as CorunRow
 from pbjax.profile_rows import Curve as Curve
 from pbjax.profile_rows import Provenance as Provenance
 from pbjax.profile_rows import Row as Row
-from pbjax.profile_rows import measured_size
 from pbjax.profile_table import Profile as Profile
 
-GRID_POINTS = 8
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE.parent / "profiles", _PACKAGE / "_profiles")
 
@@ -40,13 +41,6 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairTiming:
-    """What a timer of pairs found: seconds of each beside the other over its seconds alone."""
-
-    slowdowns: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UsableRows:
     """What of a profile may be used here.
 
@@ -59,48 +53,40 @@ class UsableRows:
     warning: str | None
 
 
-type Timer = Callable[[StageInfo, int], Timing]
-type PairTimer = Callable[[StageInfo, int, StageInfo, int], PairTiming]
+type Timer = Callable[[Run], Timing]
+type PairTimer = Callable[[Run, Run], Timing]
 type Progress = Callable[[int, int, str], None]
 
 
-def grid(batch_size: int) -> tuple[int, ...]:
-    """The batch sizes to measure, so that every size up to batch_size can be interpolated.
+def missing_runs(profile: Profile, runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs that a profile has no row of, each once."""
+    known = {row.key for row in profile.rows}
+    return tuple({run.key: run for run in runs if run.key not in known}.values())
 
-    Powers of two and three halves of them, nearest below the batch, where kernels have no ragged
-    last tile; the smallest size; and the batch itself.
 
-    Args:
-      batch_size: Rows of the whole batch.
-
-    Returns:
-      At most eight sizes, ascending.
-    """
-    largest = measured_size(batch_size)
-    smooth = (base << power for power in range(1, largest.bit_length()) for base in (2, 3))
-    # A size within a tenth of the batch would tell little more than the batch itself.
-    below = sorted(size for size in {*smooth, 2, 3} if size * 10 < largest * 9)
-    return (*sorted({measured_size(1), *below[-(GRID_POINTS - 2) :], largest}),)
+def missing_pairs(
+    profile: Profile, pairs: Iterable[tuple[Run, Run]]
+) -> tuple[tuple[Run, Run], ...]:
+    """The pairs that a profile has no row of, each once, whatever the order of the two."""
+    known = {row.key for row in profile.corun}
+    keyed = {tuple(sorted(run.key for run in pair)): pair for pair in pairs}
+    return tuple(pair for key, pair in keyed.items() if key not in known)
 
 
 def fill(
     profile: Profile,
-    outline: Outline,
-    batch_sizes: Iterable[int],
+    runs: Iterable[Run],
     timer: Timer,
     *,
-    sm_budget: int = 0,
     progress: Progress | None = None,
     on_row: Callable[[Profile], None] | None = None,
 ) -> Profile:
-    """Measures the rows that a profile lacks for a program.
+    """Measures the rows that a profile lacks.
 
     Args:
       profile: What is known; its rows are kept and not measured again.
-      outline: The program.
-      batch_sizes: The sizes to measure; one row counts as two.
-      timer: Called as timer(stage, batch_size), by stage in program order, then by size.
-      sm_budget: Written to the rows: what the timer's kernels may fill; 0 for no budget.
+      runs: What to measure.
+      timer: Called as timer(run), in the given order.
       progress: Called as progress(done, total, item) before each measurement and after the last.
       on_row: Called with the table so far after each measurement. What the timer raises, an
         interrupt too, passes through: a caller that saves here keeps every finished row.
@@ -108,58 +94,44 @@ def fill(
     Returns:
       The profile with all rows.
     """
-    sizes = sorted({measured_size(size) for size in batch_sizes})
-    known = {row.key for row in profile.rows}
-    wanted = [(stage, size) for stage in outline.stages for size in sizes]
-    missing = [(s, size) for s, size in wanted if (s.fingerprint, sm_budget, size) not in known]
 
-    def measure(item: tuple[StageInfo, int], so_far: Profile) -> Profile:
-        row = _row(*item, sm_budget, timer(*item))
-        return replace(so_far, rows=(*so_far.rows, row))
+    def measure(run: Run, so_far: Profile) -> Profile:
+        return replace(so_far, rows=(*so_far.rows, _row(run, timer(run))))
 
-    labels = [f"{stage.name} at batch size {size}" for stage, size in missing]
-    return _fill(profile, missing, labels, measure, progress, on_row)
+    missing = missing_runs(profile, runs)
+    return _fill(profile, missing, [run.label for run in missing], measure, progress, on_row)
 
 
 def fill_corun(
     profile: Profile,
-    pairs: Iterable[tuple[StageInfo, StageInfo]],
-    batch_sizes: Iterable[tuple[int, int]],
+    pairs: Iterable[tuple[Run, Run]],
     timer: PairTimer,
     *,
-    sm_budgets: tuple[int, int] = (0, 0),
     progress: Progress | None = None,
     on_row: Callable[[Profile], None] | None = None,
 ) -> Profile:
     """Measures the pairs of stages that a profile lacks.
 
     Args:
-      profile: What is known; its rows are kept and not measured again.
-      pairs: Which stages to run together.
-      batch_sizes: For both stages of a pair; one row counts as two.
-      timer: Called as timer(stage_a, batch_a, stage_b, batch_b).
-      sm_budgets: Written to the rows: what each side's kernels may fill; 0 for no budget.
+      profile: What is known, the seconds of every stage alone among it; its pairs are kept.
+      pairs: Which runs to measure together.
+      timer: Called as timer(first, second); gives the seconds until both have ended.
       progress: As in `fill`.
       on_row: As in `fill`.
 
     Returns:
       The profile with all rows.
-    """
-    sizes = sorted({(measured_size(a), measured_size(b)) for a, b in batch_sizes})
-    known = {row.key for row in profile.corun}
-    missing = []
-    for (stage_a, stage_b), (size_a, size_b) in ((p, s) for p in pairs for s in sizes):
-        item = (stage_a, size_a, stage_b, size_b)
-        key = _corun_row(item, sm_budgets, PairTiming(slowdowns=(1.0, 1.0))).key
-        if key not in known:
-            known.add(key)
-            missing.append(item)
 
-    def measure(item: tuple[StageInfo, int, StageInfo, int], so_far: Profile) -> Profile:
-        row = _corun_row(item, sm_budgets, timer(*item))
+    Raises:
+      InputError: A stage alone was not measured.
+    """
+
+    def measure(pair: tuple[Run, Run], so_far: Profile) -> Profile:
+        row = _corun_row(so_far, pair, timer(*pair).median_s)
         return replace(so_far, corun=(*so_far.corun, row))
 
-    labels = [f"{a.name} at {m} beside {b.name} at {n}" for a, m, b, n in missing]
+    missing = missing_pairs(profile, pairs)
+    labels = [f"{a.label} beside {b.label}" for a, b in missing]
     return _fill(profile, missing, labels, measure, progress, on_row)
 
 
@@ -212,6 +184,16 @@ def find_profile(
     return next((path for path in paths if path.is_file()), None)
 
 
+def find_profiles(device_slug: str, folders: Sequence[Path] = _FOLDERS) -> tuple[Path, ...]:
+    """The files of all models' tables for a device; of two of one name the first, as above."""
+    named: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted((folder / device_slug).glob("*.json")):
+            if not path.name.startswith("bench_"):
+                named.setdefault(path.name, path)
+    return tuple(named.values())
+
+
 def _fill[Item](
     profile: Profile,
     items: Sequence[Item],
@@ -231,32 +213,32 @@ def _fill[Item](
     return profile
 
 
-def _row(stage: StageInfo, size: int, sm_budget: int, timing: Timing) -> Row:
+def _row(run: Run, timing: Timing) -> Row:
+    stage = run.stage
     return Row(
         stage=stage.name,
         fingerprint=stage.fingerprint,
         resource=stage.resource,
         dtype=stage.dtype,
-        batch_size=size,
+        batch_size=run.size,
         shape=stage.shape,
-        sm_budget=sm_budget,
+        sm_budget=run.sm_budget,
         median_s=_four_digits(timing.median_s),
         spread_s=_four_digits(timing.spread_s),
         samples=timing.samples,
     )
 
 
-def _corun_row(
-    item: tuple[StageInfo, int, StageInfo, int], sm_budgets: tuple[int, int], timing: PairTiming
-) -> CorunRow:
-    stage_a, size_a, stage_b, size_b = item
-    slow_a, slow_b = timing.slowdowns
+def _corun_row(profile: Profile, pair: tuple[Run, Run], together_s: float) -> CorunRow:
+    a, b = pair
+    alone = [profile.seconds(run.stage, run.size, run.sm_budget) for run in pair]
+    slow_a, slow_b = (_four_digits(together_s / seconds) for seconds in alone)
     return CorunRow(
-        stages=(stage_a.name, stage_b.name),
-        fingerprints=(stage_a.fingerprint, stage_b.fingerprint),
-        batch_sizes=(size_a, size_b),
-        sm_budgets=sm_budgets,
-        slowdowns=(_four_digits(slow_a), _four_digits(slow_b)),
+        stages=(a.stage.name, b.stage.name),
+        fingerprints=(a.stage.fingerprint, b.stage.fingerprint),
+        batch_sizes=(a.size, b.size),
+        sm_budgets=(a.sm_budget, b.sm_budget),
+        slowdowns=(slow_a, slow_b),
     )
 
 

@@ -3,26 +3,29 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import reduce
 from pathlib import Path
 
 import jax
 from jaxtyping import Array
 
-from pbjax.analysis import Analysis
+from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.relaunch import can_relaunch
+from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.classify import relabel
 from pbjax.device import Device
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError
 from pbjax.outline import Outline
 from pbjax.phases import Phases
+from pbjax.profile_grid import paired_runs, single_runs
 from pbjax.profiling import (
-    PairTiming,
     Profile,
     StageInfo,
     fill,
     fill_corun,
-    find_profile,
-    grid,
+    find_profiles,
+    missing_pairs,
+    missing_runs,
     usable_rows,
 )
 from pbjax.provenance import provenance_here
@@ -35,13 +38,16 @@ class Measurements:
 
     Attributes:
       profile: The table.
-      outline: The program with its stages in the classes that their measured time is nearest to.
+      outline: The program with its stages in the classes that their predicted time says: these
+        are what budgets go by, and what is searched.
+      relabelled: The same with the classes that their measured time is nearest to.
       rows_measured: How many of its rows are new.
       warning: What differs between where its old rows were measured and here; empty if nothing.
     """
 
     profile: Profile
     outline: Outline
+    relabelled: Outline
     rows_measured: int
     warning: str
 
@@ -51,6 +57,7 @@ def measured_table(
     leaves: Sequence[Array],
     profile: Profile | str | os.PathLike[str] | None,
     phases: Phases,
+    command: str = "",
 ) -> Measurements:
     """Completes the table of a model.
 
@@ -58,8 +65,9 @@ def measured_table(
       analysis: The model.
       leaves: Leaves of the example inputs, which the stages are fed with.
       profile: A table; or a file, which is read if it exists and written after every row; or None
-        for the table that ships with pbjax, if there is one.
+        for what the tables that ship with pbjax have of the model's stages.
       phases: Clocks the measuring.
+      command: What to run to measure again, for the table; the call of `optimize` if empty.
 
     Returns:
       The table with all rows that the batch needs.
@@ -70,44 +78,60 @@ def measured_table(
         to its file would lose them.
     """
     path = None if profile is None or isinstance(profile, Profile) else Path(profile)
-    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
-    save = None if path is None else lambda table: table.save(path)
+    known = profile if isinstance(profile, Profile) else _read(analysis, path)
     batch_size = analysis.batch.batch_size
-    with phases.phase("profile") as report:
-        known = profile if isinstance(profile, Profile) else _read(analysis, path)
-        command = f"pbjax.optimize({analysis.model.name}, batch of {batch_size})"
-        here = Profile(provenance=provenance_here(analysis.device.kind, command))
-        warning = _check(analysis, known) if known else ""
-        start = known.merge(here) if known else here
-        table = fill(start, analysis.outline, grid(batch_size), timer, progress=report, on_row=save)
-    outline = relabelled(analysis.outline, table, batch_size, analysis.device)
-    third = max(batch_size // 3, 1)
-    with phases.phase("profile pairs") as report:
-        complete = fill_corun(
-            table,
-            _pairs(outline),
-            [(third, third)],
-            lambda a, m, b, n: PairTiming(slowdowns=timer.pair(a, b, m)),
-            progress=report,
-            on_row=save,
-        )
-    old = len(start.rows) + len(start.corun)
+    command = command or f"pbjax.optimize({analysis.model.name}, batch of {batch_size})"
+    here = Profile(provenance=provenance_here(analysis.device.kind, command))
+    warning = _check(analysis, known) if known else ""
+    start = known.merge(here) if known else here
+    table = _completed(start, analysis, leaves, phases, path)
     return Measurements(
-        profile=complete,
-        outline=outline,
-        rows_measured=len(complete.rows) + len(complete.corun) - old,
+        profile=table,
+        outline=analysis.outline,
+        relabelled=relabelled(analysis.outline, table, batch_size, analysis.device),
+        rows_measured=len(table.rows) + len(table.corun) - len(start.rows) - len(start.corun),
         warning=warning,
     )
 
 
+def _completed(
+    table: Profile,
+    analysis: Analysis,
+    leaves: Sequence[Array],
+    phases: Phases,
+    path: Path | None,
+) -> Profile:
+    """Compiles everything first, so that nothing compiles beside a measurement, then measures."""
+    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
+    wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
+    runs = missing_runs(table, single_runs(analysis.outline, *wanted))
+    pairs = missing_pairs(table, paired_runs(analysis.outline, *wanted))
+    save = None if path is None else lambda table: table.save(path)
+    with phases.phase("compile stages") as report:
+        timer.prepare([*((run,) for run in runs), *pairs], report)
+    with phases.phase("profile") as report:
+        table = fill(table, runs, timer, progress=report, on_row=save)
+    with phases.phase("profile pairs") as report:
+        return fill_corun(table, pairs, timer.pair, progress=report, on_row=save)
+
+
+def _takers(analysis: Analysis) -> set[str]:
+    """Fingerprints of the stages with kernels that take an SM budget."""
+    stages = zip(analysis.program_at(PROBE_SIZE).stages, analysis.outline.block, strict=True)
+    return {
+        info.fingerprint
+        for stage, info in stages
+        if any(o.primitive == KERNEL and can_relaunch(o.params) for o in stage.operations)
+    }
+
+
 def _read(analysis: Analysis, path: Path | None) -> Profile | None:
-    """The table in a file that may not exist yet; without a file, the one that ships."""
-    if path is None:
-        try:
-            path = find_profile(analysis.device.slug, analysis.model.name.lower())
-        except InputError:  # a lambda, say: no file can have its name, so none ships
-            return None
-    return Profile.load(path) if path is not None and path.exists() else None
+    """The table in a file that may not exist yet; without a file, what ships of these stages."""
+    if path is not None:
+        return Profile.load(path) if path.exists() else None
+    shipped = [Profile.load(each) for each in find_profiles(analysis.device.slug)]
+    parts = [part for each in shipped if (part := each.only(analysis.outline)).rows]
+    return reduce(Profile.merge, parts) if parts else None
 
 
 def _check(analysis: Analysis, known: Profile) -> str:
@@ -143,9 +167,3 @@ def relabelled(outline: Outline, profile: Profile, batch_size: int, device: Devi
         block=tuple(stage for stage in map(measured, outline.block) if stage is not None),
         epilogue=measured(outline.epilogue),
     )
-
-
-def _pairs(outline: Outline) -> list[tuple[StageInfo, StageInfo]]:
-    """Stages of different classes: those that may gain by running side by side."""
-    unique = {stage.fingerprint: stage for stage in outline.block}
-    return [(a, b) for a, b in combinations(unique.values(), 2) if a.resource != b.resource]

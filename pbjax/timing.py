@@ -6,23 +6,28 @@ the wall clock around calls that are queued back to back. Stages are fed with wh
 before them really computed. What a profile does with the figures is in `profiling`.
 """
 
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.stages import Lowered
 from jaxtyping import Array
 
+from pallas_kernels.dispatch import default_sm_budget
 from pbjax.device_trace import Kernel, read_kernels, union_length
 from pbjax.errors import DeviceError
 from pbjax.execution import Lane, WeightLayout, overlap_options, run_inline
-from pbjax.profile_rows import measured_size
-from pbjax.profiling import StageInfo, Timing
+from pbjax.profiling import Run, Timing
 from pbjax.schedule import PROLOGUE
 from pbjax.stages import Program, Stage
+from pbjax.trace import Aval
 
 # A sample lasts at least this long, so that neither the clock's resolution nor a hiccup matters.
 MIN_SAMPLE_S = 0.02
@@ -68,8 +73,12 @@ def time_alternately(
     return [summary(times) for times in seconds]
 
 
+# Stages as they run in one program: name, size and SM budget of each.
+type _Job = tuple[tuple[str, int, int], ...]
+
+
 class StageTimer:
-    """Times the stages of a program at any batch size."""
+    """Times the stages of a program at any batch size, alone and side by side."""
 
     def __init__(
         self,
@@ -90,46 +99,93 @@ class StageTimer:
         self._weights = weights
         self._inputs = inputs
         self._in_axes = in_axes
-        # All sizes are kept: a profile asks for one stage at every size before the next stage.
-        self._stages: dict[int, dict[str, tuple[Callable, Sequence[Array]]]] = {}
+        self._compiled: dict[_Job, Callable] = {}
+        self._args: dict[int, dict[str, Sequence[Array]]] = {}
 
-    def __call__(self, stage: StageInfo, batch_size: int) -> Timing:
+    def __call__(self, run: Run) -> Timing:
         """Seconds of one stage alone."""
-        function, args = self._prepared(stage.name, batch_size)
-        return _time_kernels(function, *args)
+        return self._time((run,))
 
-    def pair(self, first: StageInfo, second: StageInfo, batch_size: int) -> tuple[float, float]:
-        """Slowdowns of two stages that run in one program without depending on each other.
+    def pair(self, first: Run, second: Run) -> Timing:
+        """Seconds until two stages have ended that run in one program, independent of each other.
 
-        Returns:
-          For each, the seconds of the pair over its own seconds alone.
+        On a GPU they are one CUDA graph whose kernels may run side by side.
         """
-        f, f_args = self._prepared(first.name, batch_size)
-        g, g_args = self._prepared(second.name, batch_size)
-        options = overlap_options()
-        if options:  # a trace would otherwise run the kernels one by one, outside the graph
-            options["xla_enable_command_buffers_during_profiling"] = True
-        both = jax.jit(lambda a, b: (f(*a), g(*b)), compiler_options=options)
-        together = _time_kernels(both, f_args, g_args).median_s
-        alone = _time_kernels(f, *f_args).median_s, _time_kernels(g, *g_args).median_s
-        return together / alone[0], together / alone[1]
+        return self._time((first, second))
 
-    def _prepared(self, name: str, batch_size: int) -> tuple[Callable, Sequence[Array]]:
-        size = measured_size(batch_size)
-        if size not in self._stages:
-            self._stages[size] = self._run_through(self._program_at(size), size)
-        return self._stages[size][name]
+    def prepare(
+        self,
+        wanted: Sequence[tuple[Run, ...]],
+        progress: Callable[[int, int, str], None] = lambda *_: None,
+    ) -> None:
+        """Compiles what is to be timed, in parallel, and computes what its stages are fed with.
 
-    def _run_through(
-        self, program: Program, size: int
-    ) -> dict[str, tuple[Callable, Sequence[Array]]]:
+        Tracing and lowering hold Python's lock and depend on contexts of this thread; compiling
+        does neither, and takes a thread for each core.
+
+        Args:
+          wanted: Runs to be timed, each alone or two side by side.
+          progress: Called as progress(done, total, item).
+        """
+        jobs = dict.fromkeys(map(_job, wanted))
+        sizes = sorted({size for job in jobs for _, size, _ in job} - self._args.keys())
+        before = [((name, size, 0),) for size in sizes for name in _stages(self._program_at(size))]
+        missing = [job for job in dict.fromkeys([*before, *jobs]) if job not in self._compiled]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                self._compile_all(missing, pool, progress)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for size in sizes:
+            self._args[size] = self._run_through(size)
+
+    def _time(self, runs: tuple[Run, ...]) -> Timing:
+        job = _job(runs)
+        if job not in self._compiled:
+            self.prepare([runs])
+        args = [self._args[size][name] for name, size, _ in job]
+        return _time_kernels(self._compiled[job], *args)
+
+    def _compile_all(
+        self,
+        jobs: Sequence[_Job],
+        pool: ThreadPoolExecutor,
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        futures: dict[Future, _Job] = {}
+        for job in jobs:
+            progress(sum(future.done() for future in futures), len(jobs), _label(job))
+            futures[pool.submit(_compile, self._lower(job))] = job
+        for done, future in enumerate(as_completed(futures)):
+            self._compiled[futures[future]] = future.result()
+            progress(done + 1, len(jobs), _label(futures[future]))
+
+    def _lower(self, job: _Job) -> Lowered:
+        stages = [_stages(self._program_at(size))[name] for name, size, _ in job]
+
+        def together(*args):
+            results = []
+            for (stage, _), (*_, budget), given in zip(stages, job, args, strict=True):
+                with default_sm_budget(budget or None):
+                    results.append(run_inline(stage, given))
+            return results
+
+        options = overlap_options() if len(job) > 1 else {}
+        shapes = [
+            [jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype) for v in stage.reads]
+            for stage, avals in stages
+        ]
+        return jax.jit(together, compiler_options=options or None).lower(*shapes)
+
+    def _run_through(self, size: int) -> dict[str, Sequence[Array]]:
         """Runs every stage once, the block's for its first repetition, and keeps their inputs."""
-        kept: dict[str, tuple[Callable, Sequence[Array]]] = {}
+        program = self._program_at(size)
+        kept: dict[str, Sequence[Array]] = {}
 
         def run_and_keep(stage: Stage, args: Sequence[Array]) -> Sequence[Array]:
-            function = jax.jit(lambda *args: run_inline(stage, args))
-            kept[stage.name] = function, args
-            return function(*args)
+            kept[stage.name] = args
+            return self._compiled[((stage.name, size, 0),)](args)[0]
 
         layout = WeightLayout.of(program)
         outer, weights = self._environment(program, layout, size)
@@ -156,6 +212,31 @@ class StageTimer:
             if isinstance(link.outer[0], int)
         }
         return outer, first_block
+
+
+def _job(runs: Sequence[Run]) -> _Job:
+    return tuple((run.stage.name, run.size, run.sm_budget) for run in runs)
+
+
+def _stages(program: Program) -> dict[str, tuple[Stage, Sequence[Aval]]]:
+    """The stages by name, with the shapes and dtypes of the values that they number."""
+    inner, outer = program.block.avals, program.graph.avals
+    found = {stage.name: (stage, inner) for stage in program.stages}
+    ends = [end for end in (program.prologue, program.epilogue) if end is not None]
+    return found | {end.name: (end, outer) for end in ends}
+
+
+def _label(job: _Job) -> str:
+    return " beside ".join(f"{name} at batch size {size}" for name, size, _ in job)
+
+
+def _compile(lowered: Lowered) -> Callable:
+    """Compiles, and runs once on zeros: kernels of ours compile when they are first launched."""
+    compiled = lowered.compile()
+    args, kwargs = lowered.in_avals
+    zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), args)
+    jax.block_until_ready(compiled(*zeros, **kwargs))
+    return compiled
 
 
 def _time_kernels(function: Callable, *args: object) -> Timing:

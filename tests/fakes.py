@@ -14,16 +14,23 @@ class FakeTimer:
         monkeypatch.setattr("pbjax.tables.StageTimer", lambda *_: self)
         return self
 
-    def __call__(self, stage, batch_size):
+    def prepare(self, wanted, progress):
+        progress(len(wanted), len(wanted), "")
+
+    def __call__(self, run):
         if len(self.stages) == self._limit:
             raise KeyboardInterrupt
-        self.stages.append((stage.fingerprint, batch_size))
-        per_row = 1 + int(stage.fingerprint, 16) % 7
-        return Timing(median_s=1e-6 * (5 + per_row * batch_size), spread_s=1e-8, samples=5)
+        self.stages.append((run.stage.fingerprint, run.size))
+        return Timing(median_s=self._seconds(run), spread_s=1e-8, samples=5)
 
-    def pair(self, first, second, batch_size):
-        self.pairs.append((first.fingerprint, second.fingerprint, batch_size))
-        return 1.0, 1.05
+    def pair(self, first, second):
+        self.pairs.append((first.stage.fingerprint, second.stage.fingerprint, first.size))
+        slower = 1.05 * max(self._seconds(first), self._seconds(second))
+        return Timing(median_s=slower, spread_s=1e-8, samples=5)
+
+    def _seconds(self, run):
+        per_row = 1 + int(run.stage.fingerprint, 16) % 7
+        return 1e-6 * (5 + per_row * run.size)
 
 
 def fake_measure(seconds):

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import DeviceError, FileError, InputError
+from pbjax.profile_grid import paired_runs, single_runs
 from pbjax.profiling import (
     CorunRow,
     Outline,
-    PairTiming,
     Profile,
     Provenance,
     Row,
+    Run,
     StageInfo,
     Timing,
     fill,
@@ -101,11 +102,23 @@ class FakeTimer:
         self.calls = []
         self.limit = limit
 
-    def __call__(self, stage, batch_size):
+    def __call__(self, run):
         if len(self.calls) == self.limit:
             raise KeyboardInterrupt
-        self.calls.append((stage.name, batch_size))
-        return Timing(median_s=batch_size * 1.23456e-3, spread_s=1e-6, samples=5)
+        self.calls.append((run.stage.name, run.size))
+        return Timing(median_s=run.size * 1.23456e-3, spread_s=1e-6, samples=5)
+
+
+def runs(outline, sizes, sm_budget=0):
+    return [
+        Run(stage=stage, batch_size=size, sm_budget=sm_budget)
+        for stage in outline.stages
+        for size in sizes
+    ]
+
+
+def run(stage, size, sm_budget=0):
+    return Run(stage=stage, batch_size=size, sm_budget=sm_budget)
 
 
 # Look-up
@@ -437,57 +450,59 @@ OUTLINE = Outline(prologue=C, block=(A, B, A), epilogue=None, num_blocks=12)
 def test_each_different_stage_is_measured_once_for_each_size():
     """users.md T6: more blocks measure no more rows."""
     few, many = FakeTimer(), FakeTimer()
-    fill(profile(), replace(OUTLINE, num_blocks=2), (2, 8), few)
-    fill(profile(), replace(OUTLINE, num_blocks=24), (2, 8), many)
+    fill(profile(), runs(replace(OUTLINE, num_blocks=2), (2, 8)), few)
+    fill(profile(), runs(replace(OUTLINE, num_blocks=24), (2, 8)), many)
     assert few.calls == many.calls
     assert few.calls == [(s, b) for s in ("c", "a", "b") for b in (2, 8)]
 
 
 def test_only_missing_rows_are_measured():
     timer = FakeTimer()
-    filled = fill(TABLE, OUTLINE, (2, 4), timer)
+    filled = fill(TABLE, runs(OUTLINE, (2, 4)), timer)
     assert timer.calls == [("c", 2), ("c", 4), ("a", 4), ("b", 4)]
     assert filled.seconds(A, 8) == 4.0
 
 
 def test_second_fill_measures_nothing():
     timer = FakeTimer()
-    filled = fill(profile(), OUTLINE, (2, 4), timer)
+    filled = fill(profile(), runs(OUTLINE, (2, 4)), timer)
     timer.calls.clear()
-    assert fill(filled, OUTLINE, (4, 2, 1), timer) == filled
+    assert fill(filled, runs(OUTLINE, (4, 2, 1)), timer) == filled
     assert timer.calls == []
 
 
-def test_size_of_one_is_measured_as_two():
+def test_size_of_one_is_measured_as_two_and_once():
     timer = FakeTimer()
-    fill(profile(), OUTLINE, (1, 2), timer)
-    assert {size for _, size in timer.calls} == {2}
+    fill(profile(), runs(OUTLINE, (1, 2)), timer)
+    assert timer.calls == [("c", 2), ("a", 2), ("b", 2)]
 
 
 def test_measured_seconds_have_four_digits():
-    filled = fill(profile(), OUTLINE, (8,), FakeTimer())
+    filled = fill(profile(), runs(OUTLINE, (8,)), FakeTimer())
     assert filled.seconds(A, 8) == 9.876e-3
 
 
 def test_interrupt_keeps_finished_rows():
     kept = []
     with pytest.raises(KeyboardInterrupt):
-        fill(profile(), OUTLINE, (2, 8), FakeTimer(limit=3), on_row=kept.append)
+        fill(profile(), runs(OUTLINE, (2, 8)), FakeTimer(limit=3), on_row=kept.append)
     timer = FakeTimer()
-    fill(kept[-1], OUTLINE, (2, 8), timer)
+    fill(kept[-1], runs(OUTLINE, (2, 8)), timer)
     assert len(kept[-1].rows) == 3
     assert timer.calls == [("a", 8), ("b", 2), ("b", 8)]
 
 
 def test_progress_counts_up_to_the_number_of_missing_rows():
     seen = []
-    fill(TABLE, OUTLINE, (2, 4), FakeTimer(), progress=lambda *args: seen.append(args))
-    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
-    assert seen[0] == (0, 4, "c at batch size 2")
+    wanted = [*runs(OUTLINE, (2, 4)), run(A, 4, 92)]
+    fill(TABLE, wanted, FakeTimer(), progress=lambda *args: seen.append(args))
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4, 5]
+    assert seen[0] == (0, 5, "c at batch size 2")
+    assert seen[-2] == (4, 5, "a at batch size 4 on 92 SMs")
 
 
-def test_sm_budget_of_the_timer_is_written_to_the_rows():
-    filled = fill(TABLE, OUTLINE, (2,), FakeTimer(), sm_budget=48)
+def test_sm_budget_of_a_run_is_written_to_its_row():
+    filled = fill(TABLE, runs(OUTLINE, (2,), 48), FakeTimer())
     assert filled.seconds(A, 2, sm_budget=48) == 2.469e-3
     assert filled.seconds(A, 2) == 1.0
 
@@ -496,24 +511,34 @@ def test_timer_that_finds_nonsense_is_refused():
     with pytest.raises(InputError, match=r"median_s nan"):
         fill(
             profile(),
-            OUTLINE,
-            (2,),
-            lambda *_: Timing(median_s=float("nan"), spread_s=0.0, samples=0),
+            runs(OUTLINE, (2,)),
+            lambda _: Timing(median_s=float("nan"), spread_s=0.0, samples=0),
         )
 
 
 def test_only_missing_pairs_are_measured_and_each_once():
     calls = []
 
-    def timer(stage_a, batch_a, stage_b, batch_b):
-        calls.append((stage_a.name, batch_a, stage_b.name, batch_b))
-        return PairTiming(slowdowns=(1.23456, 1.0))
+    def timer(first, second):
+        calls.append((first.stage.name, first.size, second.stage.name, second.size))
+        return Timing(median_s=6.0, spread_s=0.0, samples=5)
 
-    filled = fill_corun(TABLE, [(B, A), (A, A), (A, B)], [(8, 8), (2, 8)], timer)
-    assert calls == [("b", 2, "a", 8), ("a", 2, "a", 8), ("a", 8, "a", 8), ("a", 2, "b", 8)]
-    assert len(filled.corun) == len(TABLE.corun) + len(calls)
-    assert {row.slowdowns for row in filled.corun} == {(1.25, 1.5), (1.235, 1.0)}
-    assert fill_corun(filled, [(A, B)], [(8, 2), (2, 8)], timer) == filled
+    pairs = [(run(B, 2), run(A, 8)), (run(A, 8), run(A, 8)), (run(A, 8), run(B, 8))]
+    filled = fill_corun(TABLE, pairs, timer)
+    assert calls == [("b", 2, "a", 8), ("a", 8, "a", 8)]
+    assert filled.corun_rows(B, A)[0].slowdowns == (3.0, 1.5)
+    assert {row.slowdowns for row in filled.corun} == {(1.25, 1.5), (3.0, 1.5), (1.5, 1.5)}
+    assert fill_corun(filled, [(run(A, 8), run(B, 2))], timer) == filled
+
+
+def test_pair_within_budgets_is_compared_with_its_stages_within_them():
+    table = replace(TABLE, rows=(*TABLE.rows, row(A, 8, 5.0, 92)))
+    timing = Timing(median_s=6.0, spread_s=0.0, samples=5)
+    filled = fill_corun(table, [(run(A, 8, 92), run(B, 8))], lambda *_: timing)
+    (found,) = [each for each in filled.corun if any(each.sm_budgets)]
+    assert found.slowdowns == (1.2, 3.0)
+    with pytest.raises(InputError, match="sm_budget=40"):
+        fill_corun(table, [(run(A, 8), run(B, 8, 40))], lambda *_: timing)
 
 
 def test_interrupted_pairs_keep_finished_rows():
@@ -522,11 +547,57 @@ def test_interrupted_pairs_keep_finished_rows():
     def timer(*_):
         if kept:
             raise KeyboardInterrupt
-        return PairTiming(slowdowns=(1.0, 1.0))
+        return Timing(median_s=6.0, spread_s=0.0, samples=5)
 
+    pairs = [(run(A, b), run(B, b)) for b in (2, 4)]
     with pytest.raises(KeyboardInterrupt):
-        fill_corun(profile(), [(A, B)], [(2, 2), (4, 4)], timer, on_row=kept.append)
-    assert len(kept[-1].corun) == 1
+        fill_corun(TABLE, pairs, timer, on_row=kept.append)
+    assert len(kept[-1].corun) == len(TABLE.corun) + 1
+
+
+# What is measured
+
+
+GEMM = replace(A, resource=ResourceClass.TENSOR)
+NORM = replace(B, resource=ResourceClass.MEMORY)
+KERNELS = Outline(prologue=C, block=(GEMM, NORM, GEMM), epilogue=None, num_blocks=12)
+
+
+def test_pairs_are_of_different_classes_without_and_within_budgets():
+    pairs = paired_runs(KERNELS, 96, 132, {GEMM.fingerprint, NORM.fingerprint})
+    assert all(a.stage is GEMM and b.stage is NORM for a, b in pairs)
+    assert {(a.sm_budget, b.sm_budget) for a, b in pairs} == {(0, 0), (108, 24), (92, 40)}
+    assert {(a.batch_size, b.batch_size) for a, b in pairs} == {(32, 32), (48, 48)}
+    assert len(pairs) == 6
+
+
+def test_stage_without_kernels_gets_no_budget():
+    pairs = paired_runs(KERNELS, 96, 132, {GEMM.fingerprint})
+    assert {(a.sm_budget, b.sm_budget) for a, b in pairs} == {(0, 0), (108, 0), (92, 0)}
+    assert {
+        p for a, b in paired_runs(KERNELS, 96, 132, ()) for p in (a.sm_budget, b.sm_budget)
+    } == {0}
+
+
+@given(st.integers(1, 5000), st.integers(8, 200))
+def test_whatever_a_pair_is_compared_with_is_measured_alone(batch_size, num_sms):
+    takers = {GEMM.fingerprint, NORM.fingerprint}
+    singles = [each.key for each in single_runs(KERNELS, batch_size, num_sms, takers)]
+    pairs = paired_runs(KERNELS, batch_size, num_sms, takers)
+    assert len(set(singles)) == len(singles)
+    assert {each.key for pair in pairs for each in pair} <= set(singles)
+    assert {(s.fingerprint, 0, b) for s in KERNELS.stages for b in grid(batch_size)} <= set(singles)
+    assert all(a.sm_budget + b.sm_budget in (0, num_sms) for a, b in pairs)
+
+
+def test_budgets_are_measured_around_half_of_the_batch():
+    singles = single_runs(KERNELS, 96, 132, {GEMM.fingerprint, NORM.fingerprint})
+    within = {(each.stage.name, each.sm_budget): [] for each in singles if each.sm_budget}
+    for each in singles:
+        if each.sm_budget:
+            within[each.stage.name, each.sm_budget].append(each.size)
+    assert set(within) == {("a", 108), ("a", 92), ("b", 24), ("b", 40)}
+    assert all(sizes == [24, 32, 48, 64] for sizes in within.values())
 
 
 @given(st.integers(1, 100_000))
@@ -549,5 +620,5 @@ def test_grid_prefers_sizes_without_ragged_tiles(batch_size, sizes):
 @given(st.integers(1, 300), st.data())
 def test_every_size_up_to_the_batch_has_seconds(batch_size, data):
     outline = Outline(prologue=None, block=(A,), epilogue=None, num_blocks=1)
-    filled = fill(profile(), outline, grid(batch_size), FakeTimer())
+    filled = fill(profile(), runs(outline, grid(batch_size)), FakeTimer())
     assert filled.seconds(A, data.draw(st.integers(1, batch_size))) > 0

@@ -136,3 +136,17 @@ def test_scopes_of_the_model_name_its_stages():
     names = {s.name.split(".")[0] for s in analyse(model, tokens(64), device=DEVICE).outline.block}
     assert names <= {"mix", "mlp"}
     assert "mlp" in names
+
+
+def test_every_stage_computes_something_where_there_is_enough():
+    weight = normal(1, D, D)
+
+    def network(x):
+        for _ in range(3):
+            y = x.reshape(-1, D) @ weight @ weight @ weight
+            x = jnp.tanh(y).reshape(x.shape)
+        return x
+
+    analysis = analyse(network, (jnp.ones((6, 4, D)),), device=find_device("NVIDIA H200"))
+    for stage in analysis.program_at(6).stages:
+        assert "dot_general" in {operation.primitive for operation in stage.operations}

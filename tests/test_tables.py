@@ -8,7 +8,7 @@ from pbjax.analysis import analyse
 from pbjax.device import ResourceClass, find_device
 from pbjax.errors import DeviceError, FileError
 from pbjax.phases import Phases
-from pbjax.profiling import Profile, find_profile, grid
+from pbjax.profiling import Profile, find_profiles, grid
 from pbjax.tables import measured_table, relabelled
 
 from .fakes import FakeTimer
@@ -36,12 +36,12 @@ def test_every_stage_is_measured_at_every_size_of_the_grid(analysis, timer):
     assert table.warning == ""
 
 
-def test_pairs_are_of_different_classes_at_a_third_of_the_batch(analysis, timer):
+def test_pairs_are_of_different_classes_at_a_third_and_half_of_the_batch(analysis, timer):
     table = measured_table(analysis, tokens(6), None, Phases())
     classes = {stage.fingerprint: stage.resource for stage in table.outline.block}
     for first, second, size in timer.pairs:
         assert classes[first] != classes[second]
-        assert size == 2
+        assert size in (2, 3)
 
 
 def test_table_says_where_it_was_measured(analysis, timer):
@@ -85,9 +85,7 @@ def test_table_of_another_device_is_refused(analysis, timer):
 def test_shipped_table_is_used_where_there_is_one(analysis, timer, monkeypatch, tmp_path):
     path = tmp_path / "cpu" / "model.json"
     measured_table(analysis, tokens(6), path, Phases())
-    monkeypatch.setattr(
-        "pbjax.tables.find_profile", lambda slug, name: find_profile(slug, name, [tmp_path])
-    )
+    monkeypatch.setattr("pbjax.tables.find_profiles", lambda slug: find_profiles(slug, [tmp_path]))
     before = path.read_bytes()
     timer.stages.clear()
     assert measured_table(analysis, tokens(6), None, Phases()).rows_measured == 0

@@ -11,6 +11,7 @@ from pbjax.analysis import analyse
 from pbjax.device import find_device
 from pbjax.device_trace import union_length
 from pbjax.errors import DeviceError
+from pbjax.profile_grid import Run
 from pbjax.timing import StageTimer, busy_seconds, time_alternately, time_function
 
 from .networks import NETWORKS
@@ -138,35 +139,62 @@ def run_once(monkeypatch):
 def test_every_stage_runs_at_every_size(run_once, name, size):
     _, _, analysis, timer = stage_timer(name, 4)
     for stage in analysis.outline.stages:
-        assert timer(stage, size).median_s == 2.0
+        assert timer(Run(stage=stage, batch_size=size)).median_s == 2.0
     assert len(run_once) == len(analysis.outline.stages)
 
 
 def test_stages_are_fed_with_what_the_stages_before_them_computed(run_once):
     network, inputs, analysis, timer = stage_timer("no_repetition", 4)
-    timer(analysis.outline.block[-1], 4)
-    ((_, results),) = run_once
+    timer(Run(stage=analysis.outline.block[-1], batch_size=4))
+    ((_, (results,)),) = run_once
     assert_close(results[-1], network.direct(*inputs), reduction=12, roundings=4)
 
 
 def test_smaller_sub_batch_gets_the_first_rows(run_once):
     _, (x,), analysis, timer = stage_timer("no_repetition", 4)
-    timer(analysis.outline.block[0], 2)
-    ((args, _),) = run_once
+    timer(Run(stage=analysis.outline.block[0], batch_size=2))
+    (((args,), _),) = run_once
     fed = [a for a in args if a.shape == x[:2].shape]
     np.testing.assert_array_equal(fed[0], x[:2])
 
 
-def test_pair_is_compared_with_each_of_its_stages_alone(run_once):
+def test_pair_runs_both_stages_in_one_program(run_once):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    first, second, *_ = analysis.outline.block
-    assert timer.pair(first, second, 2) == (1.0, 1.0)
-    assert len(run_once) == 3
+    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.outline.block]
+    assert timer.pair(first, second).median_s == 2.0
+    ((_, both),) = run_once
+    for run, together in zip((first, second), both, strict=True):
+        timer(run)
+        _, (alone,) = run_once[-1]
+        for a, b in zip(together, alone, strict=True):
+            assert_close(a, b, reduction=12, roundings=4)
+
+
+def test_what_is_prepared_is_not_compiled_again(run_once, monkeypatch):
+    _, _, analysis, timer = stage_timer("no_repetition", 4)
+    runs = [Run(stage=stage, batch_size=2) for stage in analysis.outline.stages]
+    seen = []
+    timer.prepare([(run,) for run in runs], lambda *state: seen.append(state))
+    assert seen[-1][:2] == (len(runs), len(runs))
+    monkeypatch.setattr(timing, "_compile", lambda lowered: pytest.fail("compiled again"))
+    for run in runs:
+        timer(run)
+
+
+def test_stage_that_cannot_be_compiled_is_not_swallowed(monkeypatch):
+    _, _, analysis, timer = stage_timer("no_repetition", 4)
+
+    def refuse(lowered):
+        raise DeviceError("no such kernel; none; none")
+
+    monkeypatch.setattr(timing, "_compile", refuse)
+    with pytest.raises(DeviceError, match="no such kernel"):
+        timer(Run(stage=analysis.outline.block[0], batch_size=2))
 
 
 def test_real_clock_gives_positive_seconds():
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    found = timer(analysis.outline.block[0], 4)
+    found = timer(Run(stage=analysis.outline.block[0], batch_size=4))
     assert 0 < found.median_s < 1
     assert found.spread_s >= 0
     assert found.samples == timing.SAMPLES
@@ -178,7 +206,7 @@ def test_no_weight_is_copied_for_a_size(run_once):
     own = {id(weight) for weight in analysis.weights}
     for size in (2, 3, 4, 6):
         for stage in analysis.outline.block:
-            timer(stage, size)
-    read = [arg for args, _ in run_once for arg in args if arg.shape in shapes]
+            timer(Run(stage=stage, batch_size=size))
+    read = [arg for (args,), _ in run_once for arg in args if arg.shape in shapes]
     assert read
     assert all(id(arg) in own for arg in read)
