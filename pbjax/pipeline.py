@@ -107,7 +107,8 @@ def optimize(
         collection or joined by commas. A name after a minus leaves out a pattern, or a match as
         `.report()` names it: "all,-gemm.2".
       state: Which input is carried from call to call; the function returns its like. The callable
-        is then an `OptimizedStep`. Split, plan, profile, buckets and unroll do not apply to it.
+        is then an `OptimizedStep`. It runs as one or two sub-batches; profile, buckets and
+        unroll do not apply to it.
       progress: Called as progress(phase, done, total, item).
 
     Returns:
@@ -128,7 +129,8 @@ def optimize(
     phases = Phases(progress)
     device = _this_device(device)
     if state is not None:
-        _check_step_options(split=split, plan=plan, profile=profile, buckets=buckets)
+        _check_step_options(profile=profile, buckets=buckets)
+        _check_split_or_plan(split, plan)
         return optimize_step(
             model,
             inputs,
@@ -138,6 +140,8 @@ def optimize(
             variables=variables,
             batch_axes=batch_axes,
             fuse=fuse,
+            split=split,
+            plan=None if plan is None else _loaded(plan),
         )
     with phases.phase("analyse"):
         analysis = analyse(
@@ -194,8 +198,20 @@ def _check_step_options(**options: object) -> None:
     if given:
         raise InputError(
             f"optimize(state=...): {given[0]}= is given too, which is for functions without state; "
-            f"a step is planned by itself; leave out {given[0]}="
+            f"a step is predicted by what its kernels take; leave out {given[0]}="
         )
+
+
+def _check_split_or_plan(split: object, plan: object) -> None:
+    if split is not None and plan is not None:
+        raise InputError(
+            f"optimize(split={split}, plan=...): both say what to run; one of them is allowed; "
+            "leave out the other"
+        )
+
+
+def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
 def _check_unroll(unroll: int) -> None:
@@ -219,11 +235,7 @@ def _bucket_sizes(
             f"optimize(buckets={declared}): the example has {batch_size} rows; buckets "
             f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
         )
-    if split is not None and plan is not None:
-        raise InputError(
-            f"optimize(split={tuple(split)}, plan=...): both say what to run; one of them is "
-            "allowed; leave out the other"
-        )
+    _check_split_or_plan(split, plan)
     if len(sizes) > 1 and (split is not None or plan is not None):
         raise InputError(
             f"optimize(buckets={sizes}): split= or plan= is given too, which is for one batch "
@@ -244,8 +256,7 @@ def _choices(
 ) -> dict[int, Choice]:
     """Which programs to build for each batch size."""
     if plan is not None:
-        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-        return {sizes[-1]: planned(analysis, loaded)}
+        return {sizes[-1]: planned(analysis, _loaded(plan))}
     wanted = None if split is None else given_split(split, sizes[-1])
     if sizes[-1] == 1:
         return {1: Choice(batch_size=1, reason="a batch of one row cannot be split")}

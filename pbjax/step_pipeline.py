@@ -2,6 +2,9 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import SupportsIndex
 
 import jax
 from jaxtyping import Array
@@ -18,18 +21,17 @@ from pbjax.step import OptimizedStep, StateLayout
 from pbjax.step_programs import (
     Runner,
     StepProgram,
-    WovenWay,
     check_room,
-    compile_unsplit,
-    compile_woven,
     differences,
     find_state,
-    woven_ways,
+    lower_unsplit,
+    lower_woven,
 )
 from pbjax.step_reports import StepReport
+from pbjax.step_ways import StepChoice, Ways, choose
 from pbjax.timing import Timing
 from pbjax.weave import Role
-from pbjax.woven import items
+from pbjax.woven import role_of
 
 # What a plan says of each program that may be kept.
 _DECISIONS: dict[str, Decision] = {"plain": "plain", "unsplit": "unsplit", "woven": "split"}
@@ -45,6 +47,8 @@ def optimize_step(
     variables: Mapping[str, object] | None,
     batch_axes: object,
     fuse: Patterns,
+    split: Sequence[SupportsIndex] | None,
+    plan: Plan | None,
 ) -> OptimizedStep:
     """Plans, compiles, checks and measures a step; see `pbjax.optimize`.
 
@@ -57,13 +61,17 @@ def optimize_step(
       variables: Of an unbound linen module.
       batch_axes: Where the batch is in the inputs.
       fuse: What to replace by kernels.
+      split: Sizes of one or two sub-batches, run even if slower; searched if None.
+      plan: A saved decision: nothing is searched, and nothing measured unless it was made for
+        another device or version of jax.
 
     Returns:
       The step, as the faster of the programs runs it.
 
     Raises:
-      InputError: The state is not returned once, or three copies of it do not fit the device.
-      ModelError: The function cannot run in sub-batches.
+      InputError: The state is not returned once, three copies of it do not fit the device, or
+        split or plan are not for this batch.
+      ModelError: The function cannot run in sub-batches, or is not the plan's.
       VerificationError: A program's results are not the function's.
     """
     with phases.phase("analyse"):
@@ -82,25 +90,29 @@ def optimize_step(
         with phases.phase("verify fusion"):
             analysis.form_at(PROBE_SIZE).verify()
     with phases.phase("search"):
-        ways = woven_ways(analysis)
-    steps = _compiled(analysis, whole, leaves, ways, phases)
+        ways = Ways(analysis)
+        choice = choose(analysis, ways, split, plan)
+    steps = _compiled(analysis, whole, leaves, ways, choice, phases)
     reference, *others = steps
     runner = Runner(analysis, leaves)
     difference: float | None = None
     if others:
         with phases.phase("verify"):
             difference = differences(analysis, runner, others, reference)
-    with phases.phase("measure") as report:
-        timings = runner.seconds(steps, report)
-    decided = _decide(steps, timings)
-    plan = _plan(analysis, steps, timings, decided, difference)
+    timings: list[Timing] = []
+    if choice.timed:
+        with phases.phase("measure") as report:
+            timings = runner.seconds(steps, report)
+    kept, reason = _decide(steps, timings, choice)
+    made = plan if plan is not None and not choice.timed else None
+    made = made or _plan(analysis, steps, timings, (kept, reason), difference)
     return OptimizedStep(
-        decided[0].program,
+        kept.program,
         analysis.weights,
-        decided[0].layout,
+        kept.layout,
         analysis.graph.out_tree,
-        plan,
-        _report(analysis, leaves, ways, steps, timings, plan, phases),
+        made,
+        _report(analysis, leaves, choice, steps, timings, made, phases),
     )
 
 
@@ -108,29 +120,39 @@ def _compiled(
     analysis: Analysis,
     whole: StateLayout,
     leaves: Sequence[Array],
-    ways: Sequence[WovenWay],
+    ways: Ways,
+    choice: StepChoice,
     phases: Phases,
 ) -> list[StepProgram]:
     """The function as given, with kernels, and woven, first with the same kernels in sequence."""
-    alone = sum(label.seconds for label in analysis.labels)
-    best = ways[:1]
-    total = 1 + analysis.fused + 2 * len(best)
-    with phases.phase("compile", total) as report:
-        steps = [compile_unsplit(analysis, whole, leaves, plain=True)] if analysis.fused else []
-        steps.append(compile_unsplit(analysis, whole, leaves, predicted_s=alone))
-        for way in best:
-            for name, order in (("sequential", way.in_sequence()), ("woven", way)):
-                report(len(steps), total, name)
-                steps.append(compile_woven(analysis, whole, leaves, order, name))
-    return steps
+    makers = []
+    if analysis.fused:
+        makers.append(("plain", partial(lower_unsplit, plain=True)))
+    makers.append(("unsplit", partial(lower_unsplit, predicted_s=ways.unsplit_s)))
+    if choice.way is not None:
+        orders = {"sequential": choice.way.in_sequence()} if choice.timed else {}
+        for name, order in (orders | {"woven": choice.way}).items():
+            makers.append((name, partial(lower_woven, way=order, name=name)))
+    # XLA compiles one program while Python lowers the next.
+    with phases.phase("compile", len(makers)) as report, ThreadPoolExecutor() as pool:
+        compiling = []
+        for done, (name, lower) in enumerate(makers):
+            report(done, len(makers), name)
+            compiling.append(pool.submit(lower(analysis, whole, leaves).compile))
+        return [each.result() for each in compiling]
 
 
-def _decide(steps: Sequence[StepProgram], timings: Sequence[Timing]) -> tuple[StepProgram, str]:
+def _decide(
+    steps: Sequence[StepProgram], timings: Sequence[Timing], choice: StepChoice
+) -> tuple[StepProgram, str]:
     """The program that is kept, and why."""
+    if choice.kept is not None:
+        by_name = {step.name: step for step in steps}
+        return by_name.get(choice.kept, by_name["unsplit"]), choice.reason
     measured = {step.name: (step, timing) for step, timing in zip(steps, timings, strict=True)}
     unsplit, base = _better_whole(measured)
     if "woven" not in measured:
-        return unsplit, "no kernel of one sub-batch can share a launch with the other's"
+        return unsplit, choice.reason
     step, woven = measured["woven"]
     gain, noise = base.median_s - woven.median_s, _noise(base, woven)
     figures = (
@@ -192,13 +214,13 @@ def _plan(
 def _report(
     analysis: Analysis,
     leaves: Sequence[Array],
-    ways: Sequence[WovenWay],
+    choice: StepChoice,
     steps: Sequence[StepProgram],
     timings: Sequence[Timing],
     plan: Plan,
     phases: Phases,
 ) -> StepReport:
-    roles = [item.role for item in items(analysis.graph, analysis.labels)]
+    roles = [role_of(operation) for operation in analysis.graph.operations]
     return StepReport(
         model=analysis.model.name,
         device_kind=analysis.device.kind,
@@ -206,7 +228,7 @@ def _report(
         state_bytes=sum(leaves[i].nbytes for i in steps[0].layout.inputs),
         hosts=roles.count(Role.HOST),
         guests=roles.count(Role.GUEST),
-        riding=ways[0].riding if ways else 0.0,
+        riding=choice.way.riding if choice.way else 0.0,
         programs=tuple(
             MeasuredProgram(
                 name=step.name,
@@ -219,9 +241,10 @@ def _report(
                 weight_bytes=0,
                 compile_s=step.compile_s,
             )
-            for step, timing in zip(steps, timings, strict=True)
+            for step, timing in zip(steps, timings, strict=bool(timings))
         ),
         plan=plan,
+        warnings=choice.warnings,
         phases=phases.finished(),
         fusion=analysis.fusion,
     )

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,39 +10,47 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis, whole_batch
-from pbjax.classify import classify
 from pbjax.errors import InputError, VerificationError
-from pbjax.profile_rows import measured_size
 from pbjax.step import Pieces, StateLayout
+from pbjax.step_ways import WovenWay
 from pbjax.timing import Timing, summary
 from pbjax.verification import allowed_difference
-from pbjax.weave import CAPACITY, Item, Launch, Role, weave
-from pbjax.woven import WovenProgram, items, predicted_s
+from pbjax.woven import WovenProgram
 
 ROUNDS, CALLS = 5, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WovenWay:
-    """Two sub-batches and the order of their launches.
+class LoweredStep:
+    """A way to run a step, not yet compiled.
 
     Attributes:
-      sizes: Rows of each.
-      lanes: The operations of each.
-      launches: What runs, in order.
-      predicted_s: Seconds of the launches, by the bounds of their operations.
-      riding: Share of the guests' seconds that rides in a host.
+      name: plain (as given, where fusion changed it), unsplit, sequential, or woven.
+      layout: How the state is cut.
+      lowered: The program; see `StepProgram`.
+      predicted_s: By what its kernels were measured to take.
+      lower_s: Seconds that tracing and lowering took.
     """
 
-    sizes: tuple[int, int]
-    lanes: tuple[tuple[Item, ...], tuple[Item, ...]]
-    launches: tuple[Launch, ...]
-    predicted_s: float
-    riding: float
+    name: str
+    layout: StateLayout
+    lowered: jax.stages.Lowered
+    predicted_s: float | None
+    lower_s: float
 
-    def in_sequence(self) -> "WovenWay":
-        """The same sub-batches with every operation in a launch of its own."""
-        return _woven(self.sizes, self.lanes, capacity=0.0)
+    def compile(self) -> "StepProgram":
+        """Compiles it; several may be compiled at a time, in threads."""
+        start = time.perf_counter()
+        program = self.lowered.compile()
+        memory = program.memory_analysis()
+        return StepProgram(
+            name=self.name,
+            layout=self.layout,
+            program=program,
+            predicted_s=self.predicted_s,
+            temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+            compile_s=self.lower_s + time.perf_counter() - start,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class StepProgram:
       name: plain (as given, where fusion changed it), unsplit, sequential, or woven.
       layout: How the state is cut.
       program: Called as program(weights, pieces, others); pieces are donated.
-      predicted_s: By the bounds of its operations.
+      predicted_s: By what its kernels were measured to take.
       temporary_bytes: Device memory beside weights, state, inputs and outputs.
       compile_s: Seconds that lowering and compiling took.
     """
@@ -128,64 +135,14 @@ def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> S
     )
 
 
-def woven_ways(analysis: Analysis) -> tuple[WovenWay, ...]:
-    """Ways to weave the batch, the one predicted to be fastest first; none if nothing can ride."""
-
-    @cache
-    def items_at(size: int) -> tuple[Item, ...]:
-        graph = analysis.program_at(size).graph
-        return items(graph, classify(graph, analysis.device))
-
-    batch_size = analysis.batch.batch_size
-    sizes = [(first, batch_size - first) for first in _first_sizes(batch_size)]
-    woven = [_woven((a, b), (items_at(a), items_at(b))) for a, b in sizes]
-    return tuple(sorted((way for way in woven if way.riding > 0), key=lambda way: way.predicted_s))
-
-
-def _woven(
-    sizes: tuple[int, int],
-    lanes: tuple[tuple[Item, ...], tuple[Item, ...]],
-    capacity: float = CAPACITY,
-) -> WovenWay:
-    launches = weave(*lanes, capacity=capacity)
-    return WovenWay(
-        sizes=sizes,
-        lanes=lanes,
-        launches=launches,
-        predicted_s=predicted_s(launches, lanes),
-        riding=_riding(launches, lanes),
-    )
-
-
-def _first_sizes(batch_size: int) -> tuple[int, ...]:
-    """Half of the batch, five eighths and three quarters, in multiples of eight where it has such.
-
-    More rows in the first sub-batch shorten the start, in which the second waits.
-    """
-    unit = 8 if batch_size >= 32 else 1
-    sizes = {batch_size * eighths // 8 // unit * unit for eighths in (4, 5, 6)}
-    smallest = measured_size(1)
-    return tuple(sorted(s for s in sizes if smallest <= s <= batch_size - smallest))
-
-
-def _riding(launches: Sequence[Launch], lanes: Sequence[Sequence[Item]]) -> float:
-    total = sum(item.seconds for lane in lanes for item in lane if item.role == Role.GUEST)
-    rides = 0.0
-    for launch in launches:
-        if launch.guest:
-            item = lanes[launch.guest.lane][launch.guest.item]
-            rides += item.seconds * launch.guest.count / item.parts
-    return rides / total if total else 0.0
-
-
-def compile_unsplit(
+def lower_unsplit(
     analysis: Analysis,
     layout: StateLayout,
     leaves: Sequence[Array],
     *,
     predicted_s: float | None = None,
     plain: bool = False,
-) -> StepProgram:
+) -> LoweredStep:
     """The function with its state donated, and with what fusion has found unless it is plain."""
     whole = whole_batch(analysis, plain=plain)
 
@@ -194,14 +151,14 @@ def compile_unsplit(
         return outputs, (state,)
 
     name = "plain" if plain else "unsplit"
-    return _compiled(name, analysis, layout, unsplit, leaves, predicted_s)
+    return _lowered(name, analysis, layout, unsplit, leaves, predicted_s)
 
 
-def compile_woven(
+def lower_woven(
     analysis: Analysis, layout: StateLayout, leaves: Sequence[Array], way: WovenWay, name: str
-) -> StepProgram:
+) -> LoweredStep:
     """Two sub-batches in the given order of launches."""
-    first, second = (analysis.program_at(size).graph for size in way.sizes)
+    first, second = (analysis.form_at(size).graph for size in way.sizes)
     program = WovenProgram(graphs=(first, second), launches=way.launches)
     layout = replace(layout, sizes=way.sizes)
     other_axes = _others(layout, analysis.batch.axes)
@@ -218,7 +175,7 @@ def compile_woven(
         joined = [a if axis is None else lax.concatenate([a, b], axis) for axis, a, b in outputs]
         return joined, tuple(state for _, state in parted)
 
-    return _compiled(name, analysis, layout, woven, leaves, way.predicted_s)
+    return _lowered(name, analysis, layout, woven, leaves, way.predicted_s)
 
 
 def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
@@ -240,27 +197,25 @@ def _parted[T](layout: StateLayout, leaves: Sequence[T]) -> tuple[list[T], tuple
     return [*leaves[: where.start], *leaves[where.stop :]], tuple(leaves[where.start : where.stop])
 
 
-def _compiled(
+def _lowered(
     name: str,
     analysis: Analysis,
     layout: StateLayout,
     function: Callable,
     leaves: Sequence[Array],
     predicted: float | None,
-) -> StepProgram:
+) -> LoweredStep:
     start = time.perf_counter()
     state = [leaves[i] for i in layout.inputs]
     pieces = jax.eval_shape(layout.cut, state)
     jitted = jax.jit(function, donate_argnums=1)
-    program = jitted.lower(analysis.weights, pieces, tuple(_others(layout, leaves))).compile()
-    memory = program.memory_analysis()
-    return StepProgram(
+    lowered = jitted.lower(analysis.weights, pieces, tuple(_others(layout, leaves)))
+    return LoweredStep(
         name=name,
         layout=layout,
-        program=program,
+        lowered=lowered,
         predicted_s=predicted,
-        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        compile_s=time.perf_counter() - start,
+        lower_s=time.perf_counter() - start,
     )
 
 

@@ -23,6 +23,7 @@ class StepReport:
       plan: The decision.
       phases: Where the time went.
       fusion: What became of the function by kernels.
+      warnings: Things that changed a cost.
     """
 
     model: str
@@ -36,6 +37,7 @@ class StepReport:
     plan: Plan
     phases: tuple[Phase, ...]
     fusion: FusionReport
+    warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-compatible data."""
@@ -54,6 +56,7 @@ class StepReport:
             str(self.fusion),
             programs_section(self.programs, self.batch_size),
             phases_section(self.phases),
+            "\n".join(f"warning: {text}" for text in self.warnings),
             f"decision: {self.plan.decision}: {self.plan.reason}",
         )
         return "\n\n".join(section for section in sections if section)

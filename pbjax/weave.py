@@ -32,11 +32,17 @@ class Item:
       role: Host, guest, or neither.
       seconds: Predicted, with the whole device to itself.
       parts: Into how many pieces of equal time a guest can be divided.
+      hosting_s: Of a host, in a launch that leaves a guest room, before the guest's are added.
+      num_bytes: That a host or a guest reads and writes.
+      join_s: Of a guest, to make one result of those of its pieces.
     """
 
     role: Role
     seconds: float
     parts: int = 1
+    hosting_s: float = 0.0
+    num_bytes: float = 0.0
+    join_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,7 @@ class _Lane:
         for item in self.items[self.place :]:
             if item.role == Role.GUEST:
                 break
-            total += item.seconds * (item.role == Role.HOST)
+            total += item.hosting_s * (item.role == Role.HOST)
         return total
 
     def take(self, count: int | None = None) -> Piece:
@@ -133,7 +139,7 @@ class _Lane:
 
 def _together(host: _Lane, guest: _Lane, capacity: float) -> Launch:
     """A host with its share of the guest that waits; without one if the share is below a part."""
-    seconds, total = host.items[host.place].seconds, host.hosts_s()
+    seconds, total = host.items[host.place].hosting_s, host.hosts_s()
     waiting = guest.items[guest.place]
     share = round(guest.left * seconds / total) if total > 0 else guest.left
     part_s = waiting.seconds / waiting.parts

@@ -15,45 +15,28 @@ from jaxtyping import Array
 from pallas_kernels.corun import pairs
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
-from pbjax.classify import Label
 from pbjax.trace import Graph, Operation, evaluate
-from pbjax.weave import Item, Launch, Piece, Role
-
-# How much of the shorter of two partners a launch takes beside the longer one (docs/kernels_corun).
-COLLISION = 0.6
+from pbjax.weave import Launch, Piece, Role
 
 
-def items(graph: Graph, labels: Sequence[Label]) -> tuple[Item, ...]:
-    """What each operation of a sub-batch can do in a launch, with its predicted seconds.
+def call_of(operation: Operation, operands: Sequence) -> pairs.Call:
+    """The call that a kernel operation was traced from.
 
     Args:
-      graph: The model traced at the size of the sub-batch.
-      labels: One for each operation.
+      operation: Of a host or a guest.
+      operands: Its operands, or their shapes and dtypes.
     """
-    return tuple(
-        _item(operation, label) for operation, label in zip(graph.operations, labels, strict=True)
-    )
-
-
-def _item(operation: Operation, label: Label) -> Item:
-    if operation.primitive == KERNEL:
-        name = operation.params["name"]
-        if name in pairs.HOSTS:
-            return Item(role=Role.HOST, seconds=label.seconds)
-        if name in pairs.GUESTS:
-            parts = pairs.num_parts(_call(operation, _avals(operation)))
-            return Item(role=Role.GUEST, seconds=label.seconds, parts=parts)
-    return Item(role=Role.ALONE, seconds=label.seconds)
-
-
-def _avals(operation: Operation) -> list[object]:
-    return [atom.aval for atom in operation.equation.invars]
-
-
-def _call(operation: Operation, operands: Sequence) -> pairs.Call:
     return pairs.Call(
         name=operation.params["name"], arguments=arguments_of(operation.params, operands)
     )
+
+
+def role_of(operation: Operation) -> Role:
+    """What an operation can do in a launch."""
+    name = operation.params["name"] if operation.primitive == KERNEL else None
+    if name in pairs.HOSTS:
+        return Role.HOST
+    return Role.GUEST if name in pairs.GUESTS else Role.ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +90,7 @@ class _Lane:
     def run(self, piece: Piece) -> None:
         """Runs a piece of an operation by itself."""
         operation = self._graph.operations[piece.item]
-        if operation.primitive == KERNEL and operation.params["name"] in pairs.GUESTS:
+        if role_of(operation) == Role.GUEST:
             call = self.call(piece)
             if piece.count < pairs.num_parts(call):
                 self.finish(piece, pairs.part(call, piece.first, piece.count))
@@ -117,13 +100,13 @@ class _Lane:
     def call(self, piece: Piece) -> pairs.Call:
         """The kernel of an operation with its arguments."""
         operation = self._graph.operations[piece.item]
-        return _call(operation, [self._read(atom) for atom in operation.inputs])
+        return call_of(operation, [self._read(atom) for atom in operation.inputs])
 
     def finish(self, piece: Piece, results: object) -> None:
         """Takes what a piece returned; with the last one the operation is done."""
         operation = self._graph.operations[piece.item]
         self._parts.append(jax.tree.leaves(results))
-        if operation.params["name"] in pairs.GUESTS:
+        if role_of(operation) == Role.GUEST:
             call = self.call(piece)
             if piece.first + piece.count < pairs.num_parts(call):
                 return
@@ -137,19 +120,3 @@ class _Lane:
 
     def _read(self, atom: int | Literal) -> Array:
         return atom.val if isinstance(atom, Literal) else self._values[atom]
-
-
-def predicted_s(launches: Sequence[Launch], lanes: Sequence[Sequence[Item]]) -> float:
-    """Seconds of woven launches: of partners the longer, and COLLISION of the shorter."""
-    return sum(_launch_s(launch, lanes) for launch in launches)
-
-
-def _launch_s(launch: Launch, lanes: Sequence[Sequence[Item]]) -> float:
-    main = _piece_s(launch.main, lanes)
-    guest = _piece_s(launch.guest, lanes) if launch.guest else 0.0
-    return max(main, guest) + COLLISION * min(main, guest)
-
-
-def _piece_s(piece: Piece, lanes: Sequence[Sequence[Item]]) -> float:
-    item = lanes[piece.lane][piece.item]
-    return item.seconds * piece.count / item.parts

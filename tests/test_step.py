@@ -1,5 +1,6 @@
 """A decode step that holds its state in pieces computes what the function does, call after call."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ def woven():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
         patch.setattr("pbjax.step_pipeline.NOISE_FACTOR", -1e9)
+        patch.setattr("pbjax.step_ways.HOPELESS", float("inf"))
         return pbjax.optimize(step, *example(), state=1)
 
 
@@ -124,14 +126,67 @@ def test_a_function_that_does_not_carry_the_state_is_refused(function, state, me
 
 
 def test_options_of_functions_without_state_are_refused():
-    with pytest.raises(InputError, match="leave out split="):
-        pbjax.optimize(step, *example(), state=1, split=(8, 8))
+    with pytest.raises(InputError, match="leave out buckets="):
+        pbjax.optimize(step, *example(), state=1, buckets=(8, 16))
+
+
+def on_hopper(**options):
+    """Optimised as for a Hopper GPU; what is returned runs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "targets_hopper", lambda: True)
+        return pbjax.optimize(step, *example(), state=1, **options)
+
+
+@pytest.mark.parametrize(("split", "decision"), [((10, 6), "split"), ((B,), "unsplit")])
+def test_a_given_split_is_run_even_if_it_is_slower(split, decision):
+    fast = on_hopper(split=split)
+    assert (fast.plan.sizes, fast.plan.decision) == (split, decision)
+    assert fast.plan.reason == f"split={split} was given"
+    assert_same_cache(*run_both(fast, steps=1))
+
+
+@pytest.mark.parametrize("split", [(6, 5, 5), (15, 1)])
+def test_a_split_that_a_step_cannot_run_is_refused(split):
+    with pytest.raises(InputError, match="one or two sub-batches"):
+        on_hopper(split=split)
+
+
+def test_a_split_of_another_batch_is_refused():
+    with pytest.raises(InputError, match="adds up to 12"):
+        on_hopper(split=(6, 6))
+
+
+def test_a_split_and_a_plan_are_refused(woven):
+    with pytest.raises(InputError, match="both say what to run"):
+        on_hopper(split=(8, 8), plan=woven.plan)
+
+
+def test_a_saved_plan_is_run_without_measuring(woven, tmp_path):
+    woven.plan.save(tmp_path / "plan.json")
+    fast = on_hopper(plan=tmp_path / "plan.json")
+    assert fast.plan == woven.plan
+    assert fast.report().programs == ()
+    assert [p.name for p in fast.report().phases if p.name == "measure"] == []
+    assert_same_cache(*run_both(fast, steps=1))
+
+
+def test_a_plan_of_another_device_is_measured_again(woven):
+    foreign = dataclasses.replace(woven.plan, device_kind="NVIDIA H200")
+    fast = on_hopper(plan=foreign)
+    assert "measured again" in str(fast.report())
+    assert {p.name for p in fast.report().programs} == {"unsplit", "sequential", "woven"}
+
+
+def test_what_is_predicted_to_be_much_slower_is_not_compiled(monkeypatch):
+    monkeypatch.setattr("pbjax.step_ways.HOPELESS", 0.0)
+    fast = on_hopper()
+    assert fast.plan.decision == "unsplit"
+    assert "not tried" in fast.plan.reason
+    assert fast.plan.sizes == (B,)
 
 
 def test_a_state_of_which_three_copies_do_not_fit_is_refused():
-    from dataclasses import replace
-
-    small = replace(pbjax.pipeline.find_device("cpu", num_cores=2), memory_bytes=10_000)
+    small = dataclasses.replace(pbjax.pipeline.find_device("cpu", num_cores=2), memory_bytes=10_000)
     with pytest.raises(InputError, match="three states beside the weights"):
         pbjax.optimize(step, *example(), state=1, device=small)
 
@@ -148,6 +203,7 @@ def woven_counting():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
         patch.setattr("pbjax.step_pipeline.NOISE_FACTOR", -1e9)
+        patch.setattr("pbjax.step_ways.HOPELESS", float("inf"))
         axes = (0, (0, None))
         return pbjax.optimize(counting, x, (cache, jnp.int32(0)), state=1, batch_axes=axes)
 

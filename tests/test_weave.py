@@ -8,7 +8,7 @@ from pbjax.weave import Item, Launch, Piece, Role, weave
 
 items = st.builds(
     lambda role, seconds, parts: Item(
-        role=role, seconds=seconds, parts=parts if role == Role.GUEST else 1
+        role=role, seconds=seconds, hosting_s=seconds, parts=parts if role == Role.GUEST else 1
     ),
     st.sampled_from(Role),
     st.sampled_from([0.0, 0.25, 1.0, 3.0]),
@@ -48,7 +48,7 @@ def test_only_guests_ride_and_only_in_hosts_of_the_other_sub_batch(first, second
             assert launch.main.lane != launch.guest.lane
             assert launch.guest.count >= 1
             carried = guest.seconds * launch.guest.count / guest.parts
-            assert carried <= capacity * host.seconds + 1e-9
+            assert carried <= capacity * host.hosting_s + 1e-9
 
 
 @given(programs, capacities)
@@ -61,7 +61,7 @@ def test_a_sub_batch_by_itself_runs_straight_through(program, capacity):
 
 def decoder(num_layers, attention_s, products_s):
     """A norm, products, attention cut into 64 sequences, products."""
-    qkv, *rest = (Item(role=Role.HOST, seconds=s) for s in products_s)
+    qkv, *rest = (Item(role=Role.HOST, seconds=s, hosting_s=s) for s in products_s)
     attention = Item(role=Role.GUEST, seconds=attention_s, parts=64)
     return [Item(role=Role.ALONE, seconds=0.0), qkv, attention, *rest] * num_layers
 
@@ -85,7 +85,10 @@ def test_what_exceeds_the_capacity_of_the_hosts_runs_alone():
 
 
 def test_a_guest_that_cannot_be_divided_rides_whole_in_the_next_host():
-    norm, product = Item(role=Role.GUEST, seconds=0.5), Item(role=Role.HOST, seconds=1.0)
+    norm, product = (
+        Item(role=Role.GUEST, seconds=0.5),
+        Item(role=Role.HOST, seconds=1.0, hosting_s=1.0),
+    )
     launches = weave([product, norm], [product, product])
     assert launches == (
         Launch(main=Piece(lane=0, item=0)),

@@ -1,5 +1,7 @@
 """Two woven halves of a decoder compute what the whole does, whatever rides where."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,22 +9,28 @@ from jax.sharding import use_abstract_mesh
 
 from pallas_kernels.corun import pairs
 from pallas_kernels.testing import assert_close
-from pbjax.classify import classify
 from pbjax.device import find_device
+from pbjax.step_costs import Costs, rates_of
 from pbjax.trace import trace
 from pbjax.weave import Role, weave
-from pbjax.woven import WovenProgram, items, predicted_s
+from pbjax.woven import WovenProgram
 
 from .kernel_decoder import H200, LAYERS, WEIGHTS, B, F, decode_step, inputs
 
-DEVICE = find_device("NVIDIA H200")
+RATES = rates_of(find_device("NVIDIA H200"))
+
+
+@functools.cache
+def traced(size):
+    with use_abstract_mesh(H200):
+        return trace(lambda p, *i: decode_step(*i), (), *inputs(size))
 
 
 def woven(sizes, capacity):
     """The program, the items of both sub-batches, and the launches."""
-    with use_abstract_mesh(H200):
-        graphs = tuple(trace(lambda p, *i: decode_step(*i), (), *inputs(size)) for size in sizes)
-    lanes = [items(graph, classify(graph, DEVICE)) for graph in graphs]
+    graphs = tuple(traced(size) for size in sizes)
+    costs = Costs((traced(B), traced(2)), (B, 2), RATES)
+    lanes = tuple(costs.items(size) for size in sizes)
     launches = weave(*lanes, capacity)
     return WovenProgram(graphs=graphs, launches=launches), lanes, launches
 
@@ -51,14 +59,6 @@ def test_woven_halves_compute_what_the_whole_does(sizes, capacity):
     for *parts, whole in zip(*outputs, expected, strict=True):
         got = jnp.concatenate(parts)
         assert_close(got, whole.astype(jnp.float32), reduction=F, roundings=8 * LAYERS)
-
-
-def test_what_rides_is_predicted_to_cost_less_than_what_runs_alone():
-    _, lanes, together = woven((8, 8), 1e6)
-    _, _, apart = woven((8, 8), 0.0)
-    alone = sum(item.seconds for lane in lanes for item in lane)
-    assert predicted_s(apart, lanes) == pytest.approx(alone)
-    assert predicted_s(together, lanes) < alone
 
 
 def test_parts_of_a_guest_are_its_sequences_and_join_to_the_whole():

@@ -102,14 +102,29 @@ def tile_for(
     Returns:
       The tile.
     """
+    return _best(ms, n, k, gated=gated, heavy=heavy, ctas=ctas, num_sms=num_sms)[0].tile
+
+
+def predicted_s(
+    ms: tuple[int, ...], n: int, k: int, *, gated: bool, heavy: bool, ctas: int, num_sms: int
+) -> float:
+    """Seconds of the GEMM with the tile that `tile_for` chooses, from the same arguments."""
+    return 1e-6 * _best(ms, n, k, gated=gated, heavy=heavy, ctas=ctas, num_sms=num_sms)[1]
+
+
+def _best(
+    ms: tuple[int, ...], n: int, k: int, *, gated: bool, heavy: bool, ctas: int, num_sms: int
+) -> tuple[_Candidate, float]:
+    """The candidate with the shortest predicted time, and that time in microseconds."""
     clusters = ctas == num_sms and ctas % 2 == 0
-    candidates = [
-        dataclasses.replace(candidate, tile=tile)
-        for candidate in (_GATED if gated else _PLAIN)
-        if pl.cdiv(k, candidate.tile.tile_k) >= candidate.least_steps
-        for tile in _variants(candidate.tile, n, clusters)
+    times = [
+        (candidate, predicted_time(candidate, ms, n, k, heavy=heavy, ctas=ctas))
+        for base in (_GATED if gated else _PLAIN)
+        if pl.cdiv(k, base.tile.tile_k) >= base.least_steps
+        for tile in _variants(base.tile, n, clusters)
+        for candidate in [dataclasses.replace(base, tile=tile)]
     ]
-    return min(candidates, key=lambda c: predicted_time(c, ms, n, k, heavy=heavy, ctas=ctas)).tile
+    return min(times, key=lambda timed: timed[1])
 
 
 def _variants(tile: Tile, n: int, clusters: bool) -> list[Tile]:

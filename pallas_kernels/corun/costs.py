@@ -1,0 +1,91 @@
+"""Predicted seconds of kernel calls on a Hopper GPU, alone and two in one launch.
+
+Only shapes are looked at. What the constants were measured by stands in docs/kernels_corun.md; the
+seconds of products come from the tables that choose their tiles.
+"""
+
+import functools
+import math
+from typing import Any
+
+from pallas_kernels import dispatch
+from pallas_kernels.corun import tiles
+from pallas_kernels.corun.pairs import GUESTS, HOSTS, Call
+from pallas_kernels.gemm import tiles as gemm_tiles
+
+# Shares of the datasheet's bandwidth: of decode attention by itself, and of a launch that reads
+# weights and caches side by side. On an H200 4.5 and 3.85 TB/s.
+READ_SHARE, TOGETHER_SHARE = 0.94, 0.80
+# How much of the shorter of two partners a launch takes beside the longer one.
+COLLISION = 0.6
+
+
+def alone_s(call: Call, peak_bytes_per_s: float) -> float:
+    """Seconds of a host or a guest in a launch of its own, with every SM.
+
+    Args:
+      call: Of a function in `pairs.HOSTS` or `pairs.GUESTS`.
+      peak_bytes_per_s: Bandwidth of the device's datasheet.
+
+    Raises:
+      ValueError: It is a call of something else.
+    """
+    if call.name in GUESTS:
+        return num_bytes(call) / (READ_SHARE * peak_bytes_per_s)
+    m, n, k, gated = _product(call)
+    heavy = gated or any(call.arguments[name] is not None for name in ("residual", "activation"))
+    return _product_s(m, n, k, gated, heavy, dispatch.num_sms())
+
+
+def hosting_s(call: Call) -> float:
+    """Seconds of a host with the tile that leaves a guest room, before the guest's are added."""
+    m, n, k, gated = _product(call)
+    return tiles.predicted_s(m, n, k, gated=gated, ctas=dispatch.num_sms())
+
+
+def together_s(host_s: float, guest_s: float, total_bytes: float, peak_bytes_per_s: float) -> float:
+    """Seconds of a host and a guest in one launch.
+
+    Args:
+      host_s: By `hosting_s`.
+      guest_s: Of the guest's part, by `alone_s`.
+      total_bytes: That both read and write.
+      peak_bytes_per_s: Bandwidth of the device's datasheet.
+    """
+    computing_s = max(host_s, guest_s) + COLLISION * min(host_s, guest_s)
+    return max(computing_s, total_bytes / (TOGETHER_SHARE * peak_bytes_per_s))
+
+
+def num_bytes(call: Call) -> float:
+    """Bytes that a call reads and writes; of a cache all, since lengths are no shapes.
+
+    Raises:
+      ValueError: It is no call of a host or a guest.
+    """
+    given = call.arguments
+    if call.name in GUESTS:
+        q, k, table = given["q"], given["k"], given["page_table"]
+        keys = k.shape[1] * (q.shape[0] if table is None else math.prod(table.shape))
+        return float(
+            (2 * keys * math.prod(k.shape[2:]) + 2 * math.prod(q.shape)) * q.dtype.itemsize
+        )
+    m, n, k, gated = _product(call)
+    residual = 0 if gated or given["residual"] is None else m * n
+    return float(((1 + gated) * k * n + m * (k + n) + residual) * given["x"].dtype.itemsize)
+
+
+def _product(call: Call) -> tuple[int, int, int, bool]:
+    """Rows, columns and depth of a host's product, and whether it has two weights."""
+    if call.name not in HOSTS:
+        raise ValueError(
+            f"costs({call.name}): no such host or guest; there are {', '.join((*HOSTS, *GUESTS))}; "
+            "predict other operations by their bytes"
+        )
+    x, w = (call.arguments[name] for name in ("x", "w"))
+    return math.prod(x.shape[:-1]), *reversed(w.shape), call.name == "gated_gemm"
+
+
+@functools.cache
+def _product_s(*shape: Any) -> float:
+    m, n, k, gated, heavy, sms = shape
+    return gemm_tiles.predicted_s((m,), n, k, gated=gated, heavy=heavy, ctas=sms, num_sms=sms)
