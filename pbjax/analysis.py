@@ -60,7 +60,7 @@ class Analysis:
       program_at: The program at any batch size of PROBE_SIZE or more; traced once each.
       form_at: The model as a graph at any batch size, not yet cut; traced once each.
       prepare: From the leaves of the params to the weights of the graph.
-      weights: Those of the model's own params: they come first, captured arrays last.
+      own_weights: Prepares those of the model's own params, once.
       fusion: What fusion found.
       device: Whose peak rates the labels are for.
     """
@@ -77,9 +77,14 @@ class Analysis:
     program_at: Callable[[int], Program]
     form_at: Callable[[int], Form]
     prepare: Callable[[Sequence[Array]], tuple[Array, ...]]
-    weights: tuple[Array, ...]
+    own_weights: Callable[[], tuple[Array, ...]]
     fusion: FusionReport
     device: Device
+
+    @property
+    def weights(self) -> tuple[Array, ...]:
+        """The weights of the graph: the model's own params first, captured arrays last."""
+        return self.own_weights()
 
     @property
     def fused(self) -> bool:
@@ -108,7 +113,7 @@ def analyse(
       fuse: What to replace by kernels; see `pbjax.optimize`.
 
     Returns:
-      The analysis; nothing has been run, but for weights that were joined for a kernel.
+      The analysis; nothing has been run.
 
     Raises:
       InputError: The inputs do not have one batch size, or there is no such pattern.
@@ -120,8 +125,8 @@ def analyse(
     with translated(seam, batch.batch_size):
         check_state(seam, *inputs)
     inputs_at = partial(_inputs_at, batch, jax.tree.leaves(inputs))
-    form_at = former(seam, inputs_at, selection_of(fuse), device)
     size = max(batch.batch_size, PROBE_SIZE + 1)
+    form_at = former(seam, inputs_at, selection_of(fuse), device, size)
     form = form_at(size)
     graph, probe = form.graph, form_at(PROBE_SIZE).graph
     if not graph.operations:
@@ -150,17 +155,10 @@ def analyse(
         program_at=program_at,
         form_at=form_at,
         prepare=form.prepare,
-        weights=_prepared(form, jax.tree.leaves(seam.params)),
+        own_weights=cache(partial(form.prepare, jax.tree.leaves(seam.params))),
         fusion=form.report(),
         device=device,
     )
-
-
-def _prepared(form: Form, params: Sequence[Any]) -> tuple[Any, ...]:
-    """The weights of a graph; their shapes, where the params are no more than that."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in params):
-        return jax.eval_shape(form.prepare, params)
-    return form.prepare(params)
 
 
 def whole_batch(

@@ -5,7 +5,7 @@ A graph that calls kernels is made for a Hopper GPU; on a CPU it computes the sa
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
@@ -113,6 +113,7 @@ def former(
     inputs_at: Callable[[int], tuple[object, ...]],
     selection: Selection,
     device: Device,
+    size: int,
 ) -> Callable[[int], Form]:
     """Makes the model's form at any batch size, once each, and checks that it stays the same model.
 
@@ -121,11 +122,11 @@ def former(
       inputs_at: Shapes of the inputs at a batch size.
       selection: What to replace by kernels.
       device: What programs are for.
+      size: A batch size other than PROBE_SIZE; what differs between the two depends on the batch.
 
     Raises:
       DeviceError: Kernels are asked for by name on a GPU that cannot run them.
     """
-    first: list[Graph] = []
     hopper = _is_hopper(device.kind)
     if selection.patterns and not selection.auto and not hopper and jax.default_backend() == "gpu":
         raise DeviceError(
@@ -133,27 +134,33 @@ def former(
             "a CPU for their plain form; leave out fuse="
         )
     wanted = hopper if selection.auto else bool(selection.patterns)
+    first: list[Graph] = []
 
     @cache
-    def form_at(batch_size: int) -> Form:
+    def fused_at(batch_size: int) -> Form:
         traced_for = device.kind if hopper else HOPPER_KIND
         with _target(traced_for) if hopper or wanted else nullcontext():
             with translated(seam, batch_size):
                 graph = trace(seam.apply, seam.params, *inputs_at(batch_size))
-            form = _form(graph, selection, device.kind, wanted=wanted)
+            form = _fused(graph, selection, device.kind, wanted=wanted)
         if batch_size >= PROBE_SIZE:
             first.append(form.graph)
             _check_alike(seam, first[0], form.graph, batch_size)
         return form
 
+    @cache
+    def form_at(batch_size: int) -> Form:
+        form = fused_at(batch_size)
+        if form.fusion is None or form.fusion.graph is form.fusion.source:
+            return form
+        hoisted = hoist(form.graph, _varying(fused_at(size).graph, fused_at(PROBE_SIZE).graph))
+        return replace(form, graph=hoisted.graph, hoisted=hoisted)
+
     return form_at
 
 
-def _array(number: Literal) -> Array:
-    return jnp.asarray(number.val, cast(Aval, number.aval).dtype)
-
-
-def _form(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> Form:
+def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> Form:
+    """The model with kernels, its weights not prepared yet."""
     if not selection.patterns:
         return Form(graph=graph, reason="it is switched off")
     if not wanted:
@@ -161,10 +168,17 @@ def _form(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> For
     if selection.auto and any(_calls_kernel(o.equation) for o in graph.operations):
         return Form(graph=graph, reason="the model calls kernels itself; fuse='all' looks for more")
     fusion = fuse(graph, selection)
-    if fusion.graph is graph:
-        return Form(graph=graph, fusion=fusion)
-    hoisted = hoist(fusion.graph)
-    return Form(graph=hoisted.graph, fusion=fusion, hoisted=hoisted)
+    return Form(graph=fusion.graph, fusion=fusion)
+
+
+def _varying(graph: Graph, other: Graph) -> frozenset[int]:
+    """The values whose shapes depend on the batch size: they are no weights."""
+    pairs = enumerate(zip(graph.avals, other.avals, strict=True))
+    return frozenset(number for number, (a, b) in pairs if a.shape != b.shape)
+
+
+def _array(number: Literal) -> Array:
+    return jnp.asarray(number.val, cast(Aval, number.aval).dtype)
 
 
 def _calls_kernel(equation: JaxprEqn) -> bool:

@@ -4,6 +4,7 @@ Joined, transposed or cast weights are the same in every call. After hoisting th
 themselves, made once.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from jax.extend.core import Literal
@@ -38,31 +39,31 @@ class Hoisted:
         return [*weights[:held], *prepared, *weights[held:]]
 
 
-def hoist(graph: Graph) -> Hoisted:
+def hoist(graph: Graph, keep: Set[int] = frozenset()) -> Hoisted:
     """Moves operations on weights alone out of a program, but for views, which cost nothing.
 
     Args:
       graph: A traced function.
+      keep: Numbers of values that stay, such as those that depend on the batch size.
 
     Returns:
       The rest of it, and what makes the weights that the rest reads.
     """
-    moved = _moved(Reading(graph))
+    moved = _moved(Reading(graph), keep)
     preparation = without_dead_code(replace(graph, outputs=tuple(moved)))
     return Hoisted(graph=_with_weights(graph, moved), preparation=preparation)
 
 
-def _moved(reading: Reading) -> list[int]:
+def _moved(reading: Reading, keep: Set[int]) -> list[int]:
     """The values that will be weights: the last that are made of weights alone, before views."""
     held = set(reading.graph.weights)
     for operation in reading.graph.operations:
-        if all(map(reading.is_weight, operation.outputs)) and held.intersection(
-            a for a in operation.inputs if isinstance(a, int)
-        ):
+        reads = held.intersection(a for a in operation.inputs if isinstance(a, int))
+        if reads and all(reading.is_weight(v) and v not in keep for v in operation.outputs):
             held.update(operation.outputs)
     moved: dict[int, None] = {}
     for operation in reading.graph.operations:
-        if any(map(reading.is_weight, operation.outputs)):
+        if held.issuperset(operation.outputs):
             continue
         for atom in operation.inputs:
             if isinstance(atom, int) and atom in held:
