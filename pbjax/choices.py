@@ -133,13 +133,21 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
             f"optimize(plan=...): the plan is for {plan.batch_size} rows; the example has "
             f"{analysis.batch.batch_size}; pass an example of that batch, or leave out plan="
         )
-    way = Way(sizes=plan.sizes, staggers=plan.staggers, predicted_s=plan.predicted.split)
     here = {"device_kind": analysis.device.kind, "jax": jax.__version__}
     foreign = [
         f"{name} {getattr(plan, name)!r} in the plan, {value!r} here"
         for name, value in here.items()
         if getattr(plan, name) != value
     ]
+    way = Way(
+        sizes=plan.sizes,
+        staggers=plan.staggers,
+        predicted_s=plan.predicted.split,
+        sm_budgets=plan.sm_budgets,
+        unroll=plan.unroll,
+        # Those of another device or version may not even be known here.
+        compiler_options=None if foreign else plan.compiler_options,
+    )
     return Choice(
         batch_size=plan.batch_size,
         ways=(way,) if len(plan.sizes) > 1 else (),
@@ -155,6 +163,7 @@ def _way(candidate: Candidate) -> Way:
         sizes=candidate.split.sizes,
         staggers=candidate.staggers,
         predicted_s=candidate.prediction.makespan_s,
+        sm_budgets=candidate.sm_budgets,
     )
 
 

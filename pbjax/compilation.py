@@ -2,23 +2,26 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis
+from pbjax.device_trace import overlap
 from pbjax.execution import SplitProgram, WeightLayout, overlap_options
+from pbjax.measured_programs import MeasuredProgram, program_label
 from pbjax.profile_rows import measured_size
 from pbjax.program_cache import note_verified, program_key
-from pbjax.reports import MeasuredProgram
 from pbjax.schedule import timetable
 from pbjax.stages import graph_fingerprint
-from pbjax.timing import time_alternately
+from pbjax.timing import time_alternately, traced_kernels
 from pbjax.verification import fresh_inputs, largest_difference
 
 VERIFIED_SEEDS = (0, 1)
+TRACED_CALLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +33,18 @@ class Way:
       staggers: How many stages each runs ahead.
       predicted_s: From the profile, or None.
       plain: Whether it is the model as it was given, where fusion has put kernels into it.
+      sm_budgets: As in `Plan`.
+      unroll: Blocks in one step of the loop.
+      compiler_options: Of a plan; None for those that let staggered sub-batches overlap.
     """
 
     sizes: tuple[int, ...]
     staggers: tuple[int, ...]
     predicted_s: float | None = None
     plain: bool = False
+    sm_budgets: Mapping[str, int] = field(default_factory=dict, hash=False)
+    unroll: int = 1
+    compiler_options: Mapping[str, str | int | bool] | None = field(default=None, hash=False)
 
     @property
     def name(self) -> str:
@@ -43,6 +52,11 @@ class Way:
         if len(self.sizes) == 1:
             return "plain" if self.plain else "unsplit"
         return "split" if any(self.staggers) else "sequential"
+
+    @property
+    def label(self) -> str:
+        """The name and what is chosen beside sizes and staggers."""
+        return program_label(self.name, self.sm_budgets, self.unroll)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +71,8 @@ class CompiledProgram:
       options: Compiler options.
       temporary_bytes: Device memory beside weights, inputs and outputs.
       weight_bytes: Device memory of weights that the program holds apart from the user's own.
+      needed_bytes: Device memory while it runs: all of the model's weights, inputs, outputs,
+        temporaries and code; 0 where the compiler does not say.
       compile_s: Seconds that lowering and compiling took.
       key: Identifies program and model where programs are kept; else empty.
     """
@@ -68,6 +84,7 @@ class CompiledProgram:
     options: Mapping[str, str | int | bool]
     temporary_bytes: int
     weight_bytes: int
+    needed_bytes: int
     compile_s: float
     key: str
 
@@ -145,8 +162,6 @@ def compile_split(
     weights: PackedWeights,
     leaves: Sequence[Array],
     way: Way,
-    *,
-    unroll: int = 1,
 ) -> CompiledProgram:
     """The batch in sub-batches, in one program.
 
@@ -154,8 +169,7 @@ def compile_split(
       analysis: The model.
       weights: Of all split programs of the model.
       leaves: Leaves of the inputs; only shapes and dtypes count.
-      way: Sizes and staggers.
-      unroll: Blocks in one step of the loop.
+      way: Sizes, staggers, budgets and the rest.
     """
     programs = tuple(analysis.program_at(measured_size(size)) for size in way.sizes)
     run = SplitProgram(
@@ -165,14 +179,17 @@ def compile_split(
         layout=weights.layout,
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,
-        unroll=unroll,
+        unroll=way.unroll,
+        sm_budgets=way.sm_budgets,
     )
     out_tree = analysis.graph.out_tree
 
     def split(weights, *leaves):
         return jax.tree.unflatten(out_tree, run(weights, leaves))
 
-    options = overlap_options() if any(way.staggers) else {}
+    options = way.compiler_options
+    if options is None:
+        options = overlap_options() if any(way.staggers) else {}
     return _compiled(
         analysis,
         split,
@@ -215,7 +232,7 @@ def verify(
         for index, checked in enumerate(programs):
             name = checked.way.name
             done, total = turn * len(programs) + index, len(VERIFIED_SEEDS) * len(programs)
-            progress(done, total, f"{name} {checked.way.sizes}")
+            progress(done, total, f"{checked.way.label} {checked.way.sizes}")
             outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
             found = largest_difference(analysis.source, outputs, expected, name)
             worst[index] = max(worst[index], found)
@@ -249,9 +266,22 @@ def measure(
             temporary_bytes=compiled.temporary_bytes,
             weight_bytes=compiled.weight_bytes,
             compile_s=compiled.compile_s,
+            sm_budgets=compiled.way.sm_budgets,
+            unroll=compiled.way.unroll,
+            needed_bytes=compiled.needed_bytes,
         )
         for compiled, timing in zip(programs, timings, strict=True)
     )
+
+
+def overlapped_share(compiled: CompiledProgram, leaves: Sequence[Array]) -> float | None:
+    """How much of the memory-bound kernels' time Tensor-Core kernels ran in too, by a device trace.
+
+    None off the GPU, where no kernels are traced.
+    """
+    call = partial(compiled.program, compiled.weights, *leaves)
+    kernels = traced_kernels(call, (), TRACED_CALLS) if jax.default_backend() == "gpu" else ()
+    return overlap(kernels).share if kernels else None
 
 
 def _compiled(
@@ -275,6 +305,8 @@ def _compiled(
     first = len(analysis.weights) - len(analysis.graph.constants)
     own = {id(leaf) for leaf in (*params, *analysis.weights[first:])}
     memory = program.memory_analysis()
+    held = {id(w) for w in weights}
+    beside = sum(leaf.nbytes for leaf in params if id(leaf) not in held)
     return CompiledProgram(
         way=way,
         program=program,
@@ -283,6 +315,14 @@ def _compiled(
         options=options,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
+        needed_bytes=beside + _bytes_while_running(memory) if memory else 0,
         compile_s=seconds,
         key=program_key(lowered, sorted(options.items()), graph_fingerprint(analysis.source)),
     )
+
+
+def _bytes_while_running(memory: Any) -> int:
+    """What a program's arguments, results, temporaries and code take together."""
+    parts = ("argument", "output", "temp", "generated_code")
+    total = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)
+    return total - memory.alias_size_in_bytes

@@ -1,7 +1,8 @@
 """Split against unsplit on this device: build both, compare their outputs, time them, keep one.
 
 Where fusion has put kernels into the model, the unsplit program has them too: a split has to beat
-that. What outputs are compared with is the model as it was given, which is timed as well.
+that. What outputs are compared with is the model as it was given, which is timed as well. A split
+that needs more memory than the device has is not run.
 """
 
 import datetime
@@ -20,12 +21,16 @@ from pbjax.compilation import (
     compile_split,
     compile_unsplit,
     measure,
+    overlapped_share,
     verify,
 )
+from pbjax.device import Device
+from pbjax.errors import MemoryBudgetError
+from pbjax.execution import overlap_options
+from pbjax.measured_programs import MeasuredProgram, joined, milliseconds
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
 from pbjax.program_cache import verified_difference
-from pbjax.reports import MeasuredProgram, joined, milliseconds
 
 # A split is kept only if it gains more than this many times the spread of the timings.
 NOISE_FACTOR = 2.0
@@ -49,11 +54,13 @@ class Contest:
       kept: The program that runs.
       plan: The decision.
       programs: What was timed.
+      warnings: Splits that do not fit the device, and what they need.
     """
 
     kept: CompiledProgram
     plan: Plan
     programs: tuple[MeasuredProgram, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +79,7 @@ def run_contest(
     choice: Choice,
     phases: Phases,
     *,
-    unroll: int,
+    unroll: int | None,
 ) -> Contest:
     """Builds the unsplit program and the chosen splits, and keeps the faster.
 
@@ -82,40 +89,44 @@ def run_contest(
       leaves: Leaves of example inputs of this batch size.
       choice: What to build, and whether the decision is settled already.
       phases: Clocks compiling, verifying and timing.
-      unroll: Blocks in one step of a split program's loop, unless a plan says it.
+      unroll: Blocks in one step of a split program's loop, unless a plan says it; None lets
+        several compete where overlap ends at the boundary of a step.
 
     Returns:
       The program to run, the plan, and the timings.
 
     Raises:
       VerificationError: A split program's outputs are not the unsplit program's.
+      MemoryBudgetError: The split that the caller gives does not fit the device.
     """
     if choice.plan is not None and _settled(choice):
         return _run_plan(analysis, weights, leaves, choice, choice.plan, phases)
     whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
-    unroll = choice.plan.unroll if choice.plan else unroll
-    ways = _with_sequential(choice)
+    ways = _contenders(choice, unroll, analysis.outline.num_blocks - 1)
     given = replace(whole, plain=True, predicted_s=None)
     total = 1 + analysis.fused + len(ways)
     with phases.phase("compile", total) as report:
         unsplit = compile_unsplit(analysis, leaves, whole)
         plain = [compile_unsplit(analysis, leaves, given)] if analysis.fused else []
-        splits = []
+        compiled = []
         for way in ways:
-            report(total - len(ways) + len(splits), total, f"{way.name} {way.sizes}")
-            splits.append(compile_split(analysis, weights, leaves, way, unroll=unroll))
-    built = (*plain, unsplit, *splits)
+            report(total - len(ways) + len(compiled), total, f"{way.label} {way.sizes}")
+            compiled.append(compile_split(analysis, weights, leaves, way))
+    splits, warnings = _fitting(compiled, choice, device_room(analysis.device))
+    wholes = (*plain, unsplit)
     with phases.phase("verify") as report:
-        difference = verify(analysis, leaves, built[1:], built[0], report)
+        difference = verify(analysis, leaves, (*wholes, *splits)[1:], wholes[0], report)
     timed: tuple[MeasuredProgram, ...] = ()
-    if len(built) > 1:
+    if len(wholes) + len(splits) > 1:
         with phases.phase("measure") as report:
-            timed = measure(built, leaves, report)
-    verdict = _decide(built[: len(built) - len(splits)], splits, timed, choice)
+            timed = measure((*wholes, *splits), leaves, report)
+            timed = _traced((*wholes, *splits), timed, leaves)
+    verdict = _decide(wholes, splits, timed, choice)
     return Contest(
         kept=verdict.kept,
-        plan=_plan(analysis, choice, verdict, timed, difference=difference, unroll=unroll),
+        plan=_plan(analysis, choice, verdict, timed, difference=difference),
         programs=timed,
+        warnings=warnings,
     )
 
 
@@ -133,7 +144,7 @@ def _run_plan(
     with phases.phase("compile") as report:
         if choice.ways and plan.decision == "split":
             way = choice.ways[0]
-            kept = compile_split(analysis, weights, leaves, way, unroll=plan.unroll)
+            kept = compile_split(analysis, weights, leaves, way)
         else:
             way = given if plan.decision == "plain" or not analysis.fused else whole
             kept = compile_unsplit(analysis, leaves, way)
@@ -152,12 +163,83 @@ def _settled(choice: Choice) -> bool:
     return choice.plan is not None and not choice.warnings
 
 
-def _with_sequential(choice: Choice) -> tuple[Way, ...]:
-    """The splits to build; the best one also without staggers, to tell overlap from splitting."""
-    best = choice.ways[0] if choice.ways else None
-    if best is None or not any(best.staggers):
-        return choice.ways
-    return (*choice.ways, replace(best, staggers=(0,) * len(best.sizes), predicted_s=None))
+def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[Way, ...]:
+    """The splits to build, the best first.
+
+    Of the best also: without staggers, to tell overlap from splitting; without budgets; and with
+    more blocks in a step, where the caller leaves that open.
+
+    Args:
+      choice: What the search, the caller or a plan chose.
+      unroll: What the caller gives.
+      steps: Of the loop.
+    """
+    if not choice.ways:
+        return ()
+    ways = choice.ways
+    if choice.plan is None:
+        ways = tuple(replace(way, unroll=unroll or 1) for way in ways)
+    best = ways[0]
+    if not any(best.staggers):
+        return ways
+    others = [replace(best, staggers=(0,) * len(best.sizes), sm_budgets={}, predicted_s=None)]
+    if best.sm_budgets and not choice.reason:
+        others.append(replace(best, sm_budgets={}, predicted_s=None))
+    if unroll is None and not choice.reason:
+        others += [replace(best, unroll=each) for each in _unrolls(steps)]
+    return (*ways, *others)
+
+
+def _unrolls(steps: int) -> tuple[int, ...]:
+    """Blocks in one step that may be worth a try: a step is a CUDA graph of its own on a GPU."""
+    return tuple(sorted({2, steps} - {1})) if overlap_options() and steps > 1 else ()
+
+
+def device_room(device: Device) -> int:
+    """Bytes that programs may use: of the device, or what JAX was given of it."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return min(device.memory_bytes, stats.get("bytes_limit", device.memory_bytes))
+
+
+def _fitting(
+    splits: Sequence[CompiledProgram], choice: Choice, room: int
+) -> tuple[list[CompiledProgram], tuple[str, ...]]:
+    """The splits that fit the device, and a line about each of the others.
+
+    Raises:
+      MemoryBudgetError: The split that is to run whatever it takes is among the others.
+    """
+    fitting = [split for split in splits if split.needed_bytes <= room]
+    lines = tuple(
+        f"{split.way.label} {joined(split.way.sizes)} needs {split.needed_bytes / 1e9:.3g} GB, "
+        f"{split.temporary_bytes / 1e9:.3g} of them temporary; {room / 1e9:.3g} GB are there: "
+        "not run"
+        for split in splits
+        if split.needed_bytes > room
+    )
+    if splits and choice.reason and splits[0].needed_bytes > room:
+        raise MemoryBudgetError(
+            f"optimize(split={splits[0].way.sizes}): {lines[0].removesuffix(': not run')}; what "
+            "fits the device is allowed; lower the batch, or leave the split out to search"
+        )
+    return fitting, lines
+
+
+def _traced(
+    programs: Sequence[CompiledProgram],
+    timed: Sequence[MeasuredProgram],
+    leaves: Sequence[Array],
+) -> tuple[MeasuredProgram, ...]:
+    """The timings, of the fastest staggered program with what overlaps in it."""
+    staggered = [i for i, program in enumerate(timed) if program.name == "split"]
+    if not staggered:
+        return tuple(timed)
+    fastest = min(staggered, key=lambda i: timed[i].measured_s)
+    share = overlapped_share(programs[fastest], leaves)
+    return tuple(
+        replace(program, overlapped_share=share) if i == fastest else program
+        for i, program in enumerate(timed)
+    )
 
 
 def _decide(
@@ -172,15 +254,16 @@ def _decide(
     place = _better_whole(timed[: len(wholes)])
     unsplit = wholes[place]
     if not splits:
-        reason = f"{choice.reason}; {PLAIN_WINS}" if unsplit.way.plain else choice.reason
+        reason = choice.reason or "no split fits the device"
+        reason = f"{reason}; {PLAIN_WINS}" if unsplit.way.plain else reason
         return _Verdict(kept=unsplit, split=unsplit, reason=reason)
     base, others = timed[place], timed[len(wholes) :]
     index = min(range(len(others)), key=lambda i: others[i].measured_s)
     fastest, gain = others[index], base.measured_s - others[index].measured_s
     noise = NOISE_FACTOR * max(base.spread_s, fastest.spread_s)
     figures = (
-        f"{joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, {base.name} "
-        f"{milliseconds(base.measured_s)} ms"
+        f"{fastest.label} {joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, "
+        f"{base.name} {milliseconds(base.measured_s)} ms"
     )
     if gain > noise:
         speedup = base.measured_s / fastest.measured_s
@@ -206,10 +289,12 @@ def _plan(
     timed: Sequence[MeasuredProgram],
     *,
     difference: float | None,
-    unroll: int,
 ) -> Plan:
     way = verdict.split.way
-    by_way = {(p.name, p.sizes, p.staggers): p.measured_s for p in timed}
+    seconds = {}
+    for program in timed:  # the fastest first: budgets and unrolling tell others of a name apart
+        same = (program.name, program.sizes, program.staggers)
+        seconds[same] = min(program.measured_s, seconds.get(same, program.measured_s))
     whole = (choice.batch_size,), (0,)
     return Plan(
         model=analysis.model.name,
@@ -219,18 +304,19 @@ def _plan(
         batch_size=choice.batch_size,
         sizes=way.sizes,
         staggers=way.staggers,
-        unroll=unroll,
+        unroll=way.unroll,
         compiler_options=dict(verdict.split.options),
         decision=_DECISIONS[verdict.kept.way.name],
         reason=verdict.reason,
         digest=choice.digest,
         predicted=Seconds(unsplit=choice.unsplit_s, split=way.predicted_s),
         measured=Seconds(
-            plain=by_way.get(("plain", *whole)),
-            unsplit=by_way.get(("unsplit", *whole)),
-            sequential=by_way.get(("sequential", way.sizes, (0,) * len(way.sizes))),
-            split=by_way.get((way.name, way.sizes, way.staggers)) if len(way.sizes) > 1 else None,
+            plain=seconds.get(("plain", *whole)),
+            unsplit=seconds.get(("unsplit", *whole)),
+            sequential=seconds.get(("sequential", way.sizes, (0,) * len(way.sizes))),
+            split=seconds.get((way.name, way.sizes, way.staggers)) if len(way.sizes) > 1 else None,
         ),
         max_difference=difference,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        sm_budgets=way.sm_budgets,
     )

@@ -17,9 +17,9 @@ from pbjax.errors import FileError
 type Interval = tuple[float, float]
 
 # Kernels that keep the Tensor Cores busy, by parts of their names: ours, cuBLAS's, cuDNN's, XLA's.
-# Decode attention reads a cache and multiplies little: it counts as memory-bound.
+# Decode attention reads a cache and multiplies little: alone it counts as memory-bound.
 _TENSOR = re.compile(r"gemm|nvjet|xmma|cutlass|fprop|attention|sdpa|fmha", re.IGNORECASE)
-_MEMORY = re.compile(r"decode_attention", re.IGNORECASE)
+_MEMORY = re.compile(r"(?<!beside_)decode_attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def optimize(
     profile: Profile | str | os.PathLike[str] | None = None,
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
-    unroll: int = 1,
+    unroll: int | None = None,
     fuse: Patterns = "auto",
     state: None = None,
     progress: Progress | None = None,
@@ -60,7 +60,7 @@ def optimize(
     profile: Profile | str | os.PathLike[str] | None = None,
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
-    unroll: int = 1,
+    unroll: int | None = None,
     fuse: Patterns = "auto",
     state: int,
     progress: Progress | None = None,
@@ -77,7 +77,7 @@ def optimize(
     profile: Profile | str | os.PathLike[str] | None = None,
     device: Device | None = None,
     buckets: Sequence[SupportsIndex] | None = None,
-    unroll: int = 1,
+    unroll: int | None = None,
     fuse: Patterns = "auto",
     state: int | None = None,
     progress: Progress | None = None,
@@ -101,7 +101,8 @@ def optimize(
       profile: A measured table, or its file. Rows that it lacks are measured, and saved to it.
       device: Peak rates for the classes; those of the first device of JAX if None.
       buckets: Further, smaller batch sizes to compile a program for.
-      unroll: Blocks in one step of the split program's loop; a plan brings its own.
+      unroll: Blocks in one step of the split program's loop; a plan brings its own. None lets 1
+        compete with 2 and all of them where overlap ends at the boundary of a step.
       fuse: What to replace by kernels: "auto", all that is found, on Hopper GPUs and for models
         that call no kernels themselves; "all"; "none"; names out of `pbjax.fusion.PATTERNS`, as a
         collection or joined by commas. A name after a minus leaves out a pattern, or a match as
@@ -214,11 +215,11 @@ def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
-def _check_unroll(unroll: int) -> None:
-    if unroll < 1:
+def _check_unroll(unroll: int | None) -> None:
+    if unroll is not None and unroll < 1:
         raise InputError(
             f"optimize(unroll={unroll}): not a number of blocks; 1 or more is allowed; leave out "
-            "unroll= for 1"
+            "unroll= to have several compete"
         )
 
 
@@ -281,7 +282,7 @@ def _build(
     choice: Choice,
     phases: Phases,
     *,
-    unroll: int,
+    unroll: int | None,
 ) -> tuple[Bucket, Report]:
     """Compiles, checks and times the programs for one batch size, and keeps the fastest."""
     contest = run_contest(analysis, weights, leaves, choice, phases, unroll=unroll)
@@ -334,6 +335,6 @@ def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
         programs=contest.programs,
         plan=plan,
         phases=(),
-        warnings=choice.warnings,
+        warnings=(*choice.warnings, *contest.warnings),
         fusion=analysis.fusion,
     )

@@ -4,46 +4,21 @@ The text has one section for each step, in the order of the pipeline: classes, s
 search, timetable, measured, phases, decision.
 """
 
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from pbjax.classify import ClassShare
 from pbjax.fusion import FusionReport
+from pbjax.measured_programs import MeasuredProgram as MeasuredProgram
+from pbjax.measured_programs import joined as joined
+from pbjax.measured_programs import milliseconds as milliseconds
+from pbjax.measured_programs import programs_section as programs_section
+from pbjax.measured_programs import table
 from pbjax.outline import Outline, StageInfo
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
 from pbjax.schedule import PROLOGUE, Slot, Timetable
 from pbjax.search import Candidate, SearchResult
-
-WIDTH = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredProgram:
-    """One way to run the batch, compiled and timed.
-
-    Attributes:
-      name: "plain" (as given, where fusion changed it), "unsplit", "sequential" or "split".
-      sizes: Rows of each sub-batch.
-      staggers: How many stages each runs ahead.
-      predicted_s: From the profile; None if it was not predicted.
-      measured_s: Median seconds of a pass over the batch.
-      spread_s: Distance of the quartiles.
-      temporary_bytes: What the program needs beside weights, inputs and outputs.
-      weight_bytes: Weights that it holds apart from the user's own.
-      compile_s: Seconds that compiling took.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    staggers: tuple[int, ...]
-    predicted_s: float | None
-    measured_s: float
-    spread_s: float
-    temporary_bytes: int
-    weight_bytes: int
-    compile_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +131,7 @@ def classes_section(report: Report) -> str:
             for value, total in zip(values, totals, strict=True)
         ]
         rows.append((share.resource, share.operations, *shares))
-    text = _table(
+    text = table(
         f"{report.model}, batch {report.batch_size}, on {report.device_kind}",
         ("class", "operations", "FLOPs", "bytes", "predicted time"),
         rows,
@@ -183,7 +158,7 @@ def stages_section(report: Report) -> str:
     title = f"stages: {repeated} in {len(block)} stages ({how})"
     if report.outline.num_blocks == 1:
         title = f"stages: nothing repeats; one block of {report.operations_per_block} operations"
-    return _table(title, ("", "stage", "class", "input", "MFLOP/row", "kB/row", "weights MB"), rows)
+    return table(title, ("", "stage", "class", "input", "MFLOP/row", "kB/row", "weights MB"), rows)
 
 
 def profile_section(report: Report) -> str:
@@ -200,7 +175,7 @@ def profile_section(report: Report) -> str:
         f"profile: ms by batch size; {report.rows_measured} rows measured now; unique stages "
         f"{len(curves)} of {report.outline.num_stages_total}"
     )
-    return _table(title, ("stage", *map(str, sizes)), rows)
+    return table(title, ("stage", *map(str, sizes)), rows)
 
 
 def search_section(report: Report) -> str:
@@ -218,7 +193,7 @@ def search_section(report: Report) -> str:
         "balance: shortest over longest sub-batch; bubbles: share of the time in which the busiest "
         "class\nidles; all predicted from the profile"
     )
-    return f"{_table(title, columns, [_candidate_row(n, c) for n, c in rows if c])}\n{legend}"
+    return f"{table(title, columns, [_candidate_row(n, c) for n, c in rows if c])}\n{legend}"
 
 
 def timetable_section(report: Report) -> str:
@@ -260,45 +235,6 @@ def _standing(split: SplitTimetable, report: Report) -> str:
     return ", runs" if plan.decision == "split" else ", fastest split, not kept"
 
 
-def joined(sizes: Sequence[int]) -> str:
-    """Sizes of sub-batches as 48+32+16."""
-    return "+".join(map(str, sizes))
-
-
-def programs_section(programs: Sequence[MeasuredProgram], batch_size: int) -> str:
-    """Predicted and measured seconds of what was compiled."""
-    rows = [
-        (
-            program.name,
-            joined(program.sizes),
-            milliseconds(program.predicted_s),
-            milliseconds(program.measured_s),
-            milliseconds(program.spread_s),
-            f"{batch_size / program.measured_s:,.1f}",
-            f"{program.temporary_bytes / 1e6:,.1f}",
-            f"{program.weight_bytes / 1e6:,.1f}",
-            f"{program.compile_s:.1f}",
-        )
-        for program in programs
-    ]
-    columns = (
-        "program",
-        "sizes",
-        "predicted",
-        "measured",
-        "spread",
-        "items/s",
-        "temp MB",
-        "weights MB",
-        "compile s",
-    )
-    title = (
-        f"programs: ms for one pass over {batch_size} rows, median and distance of the "
-        "quartiles (spread);\nmemory beside the model's own weights, inputs and outputs"
-    )
-    return _table(title, columns, rows) if rows else ""
-
-
 def phases_section(phases: Sequence[Phase]) -> str:
     """Where the time of `optimize` went."""
     total = sum(phase.seconds for phase in phases)
@@ -316,7 +252,6 @@ def decision_section(report: Report) -> str:
     return "\n".join(lines)
 
 
-_LEFT = ("stage", "class", "input", "split", "staggers", "sizes")
 _SHARED = ("flops", "bytes", "seconds")
 
 
@@ -373,28 +308,3 @@ def _cell(slot: Slot, sub_batch: int, timetable: Timetable) -> str:
             ahead = slot in timetable.steady and task.block == 1
             return _letter(task.stage) + ("'" if ahead else " ")
     return ". "
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds to three digits, whole above a tenth of a second; "-" for None."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        table.add_column(
-            column, justify="left" if index == 0 or column in _LEFT else "right", no_wrap=index == 0
-        )
-    for row in rows:
-        table.add_row(*map(str, row))
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(table)
-    lines = [line.rstrip() for line in text.getvalue().split("\n")]
-    return "\n".join([title, *lines]).rstrip()

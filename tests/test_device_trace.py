@@ -98,6 +98,7 @@ def test_nothing_overlaps_in_an_empty_trace():
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", True),
         ("pbjax_attention_mosaic_gpu_kernel", True),
         ("pbjax_decode_attention_mosaic_gpu_kernel", False),
+        ("pbjax_gemm_beside_decode_attention_mosaic_gpu_kernel", True),
         (NORM, False),
         ("loop_convert_fusion", False),
         ("loop_add_fusion_3", False),

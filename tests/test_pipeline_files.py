@@ -96,9 +96,9 @@ def test_unroll_of_a_plan_is_kept(timer, monkeypatch):
 
     compile_split = contest.compile_split
 
-    def spy(*args, unroll):
-        unrolls.append(unroll)
-        return compile_split(*args, unroll=unroll)
+    def spy(*args):
+        unrolls.append(args[-1].unroll)
+        return compile_split(*args)
 
     monkeypatch.setattr("pbjax.contest.compile_split", spy)
     plan = run(scan(4), 6, split=(3, 3), unroll=2).plan

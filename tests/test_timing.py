@@ -98,6 +98,13 @@ def test_functions_are_sampled_in_turn(monkeypatch):
     assert clock.calls[-6:] == ["a", "b"] * 3
 
 
+def test_many_calls_are_queued_on_a_gpu_however_long_they_take(monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    time_alternately([clock.job("a", endless(9.0, then=1.0))], lambda *_: None, samples=3)
+    assert len(clock.calls) == 2 + 3 * timing.MIN_QUEUED_CALLS
+
+
 def test_call_too_short_for_the_clock_is_timed(monkeypatch):
     clock = Clock(monkeypatch)
     spans = (0.0 if i < 8 else 1.0 for i in range(10**6))
