@@ -5,7 +5,8 @@ For what looks at a model without running it: `pbjax roofline`. A model's phases
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from models import FAMILIES
 from models.checkpoint import find_family
@@ -24,6 +27,9 @@ from models.kernels import with_kernels
 from models.keymap import Family
 from models.orbax_folder import is_ours, parse_config, parse_manifest
 from models.parameters import canonical_dtype
+
+# Of cuDNN where it is not installed: 9.13, recent enough for all that JAX asks it for.
+CUDNN_VERSION = 91300
 
 # Name -> the family's model_type and the constructor of its configuration.
 PRESETS = {
@@ -87,6 +93,19 @@ class ModelShape:
     family: Family
     config: object
     module: nnx.Module
+
+    def without_head(self) -> "ModelShape":
+        """The model up to its last hidden states, where it has a language model head."""
+        if not getattr(self.config, "lm_head", False):
+            return self
+        config = replace(self.config, lm_head=False)
+        dtype = str(jax.tree.leaves(nnx.state(self.module))[0].dtype)
+        module = nnx.eval_shape(lambda: self.family.build(config, dtype))
+        return replace(self, config=config, module=module)
+
+    def calling_kernels(self) -> "ModelShape":
+        """The model with its layers calling the kernels of the device that is traced for."""
+        return replace(self, module=nnx.eval_shape(with_kernels, self.module))
 
     def filled(self) -> "ModelShape":
         """The model with random weights, its layers calling the kernels that this device has."""
@@ -159,6 +178,37 @@ class ModelShape:
         is_text = jnp.issubdtype(value.dtype, jnp.integer)
         tokens = batch_size * length if is_text else 0
         return Call(function=self.module, inputs=inputs, cache=(), tokens=tokens)
+
+
+@contextmanager
+def traced_for(device_kind: str, num_sms: int) -> Generator[None]:
+    """Inside, programs are traced as for a device that need not be there.
+
+    Args:
+      device_kind: What JAX calls it.
+      num_sms: Its streaming multiprocessors.
+    """
+    if device_kind == "cpu":
+        yield
+        return
+    device = AbstractDevice(device_kind, num_sms, "cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), _cudnn_assumed():
+        yield
+
+
+@contextmanager
+def _cudnn_assumed() -> Generator[None]:
+    """Inside, attention by cuDNN can be traced where the library is not installed.
+
+    Its version is all that JAX asks of it before a program is lowered.
+    """
+    given = fused_attention_stablehlo.check_cudnn_version
+    if fused_attention_stablehlo.cuda_versions is None:
+        fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION
+    try:
+        yield
+    finally:
+        fused_attention_stablehlo.check_cudnn_version = given
 
 
 def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = None) -> ModelShape:

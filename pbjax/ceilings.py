@@ -32,8 +32,10 @@ class Ceilings:
       tensor_flops_per_s: Of a large square product, by dtype name.
       attention_flops_per_s: Of fused attention in bfloat16 by the head's width; empty where it was
         not measured.
-      cuda_flops_per_s: Of multiply-adds in float32 outside of products, two FLOPs each.
-      functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive.
+      cuda_flops_per_s: Of multiply-adds in float32 outside of products, two FLOPs each; None where
+        it was not measured.
+      functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive; empty
+        where they were not measured.
       memory_bytes_per_s: Of a large copy, bytes read and written together.
       weight_bytes_per_s: Of a product of a few rows, which waits for its weights.
       launch_s: What a kernel takes that does next to nothing, behind another.
@@ -42,8 +44,8 @@ class Ceilings:
     provenance: Provenance
     tensor_flops_per_s: Mapping[str, float]
     attention_flops_per_s: Mapping[int, float] = field(default_factory=dict)
-    cuda_flops_per_s: float
-    functions_per_s: Mapping[str, float]
+    cuda_flops_per_s: float | None = None
+    functions_per_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_s: float
     weight_bytes_per_s: float
     launch_s: float
@@ -52,8 +54,8 @@ class Ceilings:
         """Raises InputError where a rate is not positive."""
         tables = (self.tensor_flops_per_s, self.attention_flops_per_s, self.functions_per_s)
         rates = [rate for table in tables for rate in table.values()]
-        rates += [self.cuda_flops_per_s, self.memory_bytes_per_s, self.weight_bytes_per_s]
-        rates += [self.launch_s]
+        rates += [self.memory_bytes_per_s, self.weight_bytes_per_s, self.launch_s]
+        rates += [] if self.cuda_flops_per_s is None else [self.cuda_flops_per_s]
         if not self.tensor_flops_per_s or not all(0 < rate < float("inf") for rate in rates):
             raise InputError(
                 f"Ceilings: the lowest rate is {min(rates):g}; rates above 0, and one of products "
@@ -82,12 +84,12 @@ class Ceilings:
             device,
             tensor_flops_per_s={d: share * peak for d, peak in peaks.items()} | dict(measured),
             attention_flops_per_s=dict(self.attention_flops_per_s),
-            cuda_flops_per_s=self.cuda_flops_per_s,
+            cuda_flops_per_s=self.cuda_flops_per_s or device.cuda_flops_per_s,
             functions_per_s=dict(self.functions_per_s),
             memory_bytes_per_s=self.memory_bytes_per_s,
             weight_bytes_per_s=self.weight_bytes_per_s,
             launch_s=self.launch_s,
-            source=f"measured by pbjax calibrate, {where.date[:10]}",
+            source=f"measured ceilings, {where.date[:10]}: {where.command}",
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

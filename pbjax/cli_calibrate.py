@@ -57,7 +57,9 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
 
     rows: list[tuple[object, ...]] = []
 
-    def add(name: str, unit: str, scale: float, measured: float, peak: float | None) -> None:
+    def add(name: str, unit: str, scale: float, measured: float | None, peak: float | None) -> None:
+        if measured is None:
+            return
         share = f"{measured / peak:.0%}" if peak else "-"
         rows.append((name, measured / scale, peak / scale if peak else "-", share, unit))
 

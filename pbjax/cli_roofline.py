@@ -2,98 +2,32 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pbjax.errors import InputError, MemoryBudgetError
+from pbjax.cli_subject import (
+    Peaks,
+    Subject,
+    cached_tokens,
+    find_figures,
+    find_subject,
+    keep_measured,
+    measured_reports,
+    require_room,
+)
+from pbjax.errors import InputError
 
 if TYPE_CHECKING:
-    from pbjax.device import Device
     from pbjax.roofline_batching import Choice, PhaseStudy
     from pbjax.roofline_points import Roofline
     from pbjax.roofline_whatif import Variant
 
-Peaks = Literal["measured", "datasheet"]
 Phase = Literal["prefill", "decode", "forward"]
 Attention = Literal["fused", "unfused"]
-
-
-@runtime_checkable
-class _Shape(Protocol):
-    """What is asked of a model; `models` makes it, which nothing here imports."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def phases(self) -> tuple[str, ...]: ...
-
-    def call(
-        self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
-    ) -> Any: ...
-
-    def filled(self) -> "_Shape": ...
-
-    def values(self, call: Any) -> tuple[object, ...]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """A model on a device; makes its reports, each once."""
-
-    name: str
-    shape: _Shape
-    device: "Device"
-    attention: str
-
-    def report(
-        self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
-    ) -> "Roofline":
-        return _report(self, phase, batch_size, seq_len, new_tokens)
-
-    def measured(self, phase: str, batch_size: int, seq_len: int | None) -> "Roofline":
-        """The same of a shape that is filled, with what its stages take here."""
-        call = self.shape.call(phase, batch_size, seq_len)
-        return _call_report(self, phase, batch_size, call, self.shape.values(call), measure=True)
-
-
-@cache
-def _report(
-    subject: _Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
-) -> "Roofline":
-    call = subject.shape.call(phase, batch_size, seq_len, new_tokens)
-    return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
-
-
-def _call_report(
-    subject: _Subject,
-    phase: str,
-    batch_size: int,
-    call: Any,
-    inputs: tuple[object, ...],
-    *,
-    measure: bool,
-) -> "Roofline":
-    from pbjax.roofline import roofline_report
-
-    return roofline_report(
-        call.function,
-        *inputs,
-        device=subject.device,
-        cache=call.cache,
-        attention=subject.attention,
-        name=subject.name,
-        phase=phase,
-        items=batch_size,
-        tokens=call.tokens,
-        measure=measure,
-    )
 
 
 def roofline(
@@ -125,6 +59,9 @@ def roofline(
     attention: Annotated[
         Attention, typer.Option(help="Whether scores stay out of memory.")
     ] = "fused",
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Of the model as its layers call our kernels.")
+    ] = False,
     study: Annotated[
         bool, typer.Option("--study", help="Also predict curves over batch and length.")
     ] = False,
@@ -166,11 +103,12 @@ def roofline(
     _require_owner("--latency-ms", latency_ms, "--study", study)
     _require_owner("--draft", draft, "--what-if", what_if)
     _require_owner("--save-measured", save_measured, "--measure", measure)
-    figures_of = _device(device, peaks, here=measure)  # before what takes longer
-    subject = _subject(model, figures_of, dtype, attention, layers)
+    figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
+    subject = find_subject(model, figures_of, dtype, attention, layers)
+    subject = replace(subject, kernels=kernels or measured is not None)  # as they are measured
     phases = (phase,) if phase else subject.shape.phases
     if measure:
-        reports = _measured(subject, phases, batch, seq)
+        reports = measured_reports(subject, phases, batch, seq)
     else:
         reports = [subject.report(name, batch, seq) for name in phases]
     from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text
@@ -178,14 +116,14 @@ def roofline(
 
     if measured is not None:
         table = MeasuredTable.load(measured)
-        reports = [table.attached(report, _cached(report, seq)) for report in reports]
+        reports = [table.attached(report, cached_tokens(report, seq)) for report in reports]
     texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):
         texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in reports}
         document["checks"] = checks_rows(reports)
     if save_measured is not None:
-        _save_measured(reports, seq, save_measured)
+        keep_measured(reports, seq, save_measured)
     curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
     if study:
         texts |= _study_texts(reports, curves)
@@ -200,7 +138,7 @@ def roofline(
     if html is not None or figures is not None:
         _write(reports, curves, texts, document, (html, figures))
     for report in reports:
-        _require_room(report)
+        require_room(report)
 
 
 def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
@@ -210,67 +148,6 @@ def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
             f"pbjax roofline {option} {value}: it is for {owner}, which is absent; both or neither "
             f"are allowed; add {owner}"
         )
-
-
-def _device(kind: str | None, peaks: Peaks, *, here: bool) -> "Device":
-    """The figures of a kind of device; of this machine's if none is named."""
-    from pbjax.ceilings import calibrated
-    from pbjax.cli_calibrate import this_device
-    from pbjax.device import find_device
-
-    found = this_device() if kind is None else find_device(kind)
-    if here and kind is not None and found.kind != this_device().kind:
-        raise InputError(
-            f"pbjax roofline --measure --device {kind}: this machine has {this_device().kind!r}; "
-            "only that can be measured; leave out --device, or --measure"
-        )
-    return calibrated(found) if peaks == "measured" else found
-
-
-def _subject(
-    model: str, device: "Device", dtype: str, attention: str, layers: int | None
-) -> _Subject:
-    shape = import_module("models.presets").find_shape(model, dtype, layers)
-    name = Path(model).name if layers is None else f"{Path(model).name}, {layers} layers"
-    return _Subject(name=name, shape=shape, device=device, attention=attention)
-
-
-def _measured(
-    subject: _Subject, phases: Sequence[str], batch: int, seq: int | None
-) -> "list[Roofline]":
-    """Reports with what the stages take on this machine, once all are known to fit."""
-    from dataclasses import replace
-
-    for phase in phases:
-        _require_room(subject.report(phase, batch, seq))
-    filled = replace(subject, shape=subject.shape.filled())
-    return [filled.measured(phase, batch, seq) for phase in phases]
-
-
-def _cached(report: "Roofline", seq: int | None) -> int:
-    return (seq or 0) if report.phase == "decode" else 0
-
-
-def _save_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> None:
-    from pbjax.provenance import provenance_here
-    from pbjax.roofline_checks import MeasuredTable, Row
-
-    rows = tuple(
-        Row(
-            model=r.model,
-            phase=r.phase,
-            items=r.items,
-            tokens=r.tokens,
-            cached=_cached(r, seq),
-            measured=r.measured,
-        )
-        for r in reports
-        if r.measured is not None
-    )
-    command = f"pbjax roofline {rows[0].model} --measure --save-measured {path.name}"
-    where = provenance_here(reports[0].device.kind, command)
-    MeasuredTable(provenance=where, rows=rows).save(path)
-    print(f"written: {path}", file=sys.stderr)
 
 
 def _study_texts(
@@ -306,7 +183,7 @@ def _write(
 
 
 def _curves(
-    subject: _Subject, report: "Roofline", seq: int | None, latency_ms: float | None
+    subject: Subject, report: "Roofline", seq: int | None, latency_ms: float | None
 ) -> "tuple[PhaseStudy, Choice]":
     from pbjax.roofline_batching import choose_batch, study_phase
 
@@ -327,7 +204,7 @@ def _curves(
 
 
 def _what_if(
-    subject: _Subject, report: "Roofline", seq: int | None, devices: int
+    subject: Subject, report: "Roofline", seq: int | None, devices: int
 ) -> tuple[str, dict[str, object]]:
     from pbjax.roofline_tables import what_if_text
 
@@ -343,10 +220,8 @@ def _what_if(
 
 
 def _variants(
-    subject: _Subject, report: "Roofline", seq: int | None, devices: int
+    subject: Subject, report: "Roofline", seq: int | None, devices: int
 ) -> "list[Variant]":
-    from dataclasses import replace
-
     from pbjax import roofline_whatif as changes
 
     config = subject.shape.config
@@ -371,15 +246,13 @@ def _variants(
 
 
 def _speculation(
-    subject: _Subject,
+    subject: Subject,
     draft: str,
     dtype: str,
     seq: int | None,
     acceptance: float,
     drafted: int,
 ) -> tuple[str, dict[str, object]]:
-    from dataclasses import replace
-
     from pbjax.roofline_batching import BATCH_NODES, interpolated
     from pbjax.roofline_tables import speculation_text
     from pbjax.roofline_whatif import break_even_batch, speculate
@@ -387,7 +260,7 @@ def _speculation(
     shape = import_module("models.presets").find_shape(draft, dtype)
     drafting = replace(subject, name=draft, shape=shape)
 
-    def seconds(of: _Subject, new_tokens: int):
+    def seconds(of: Subject, new_tokens: int):
         known = {rows: of.report("decode", rows, seq, new_tokens) for rows in BATCH_NODES}
         return lambda rows: interpolated(known, rows).total.seconds
 
@@ -406,15 +279,3 @@ def _speculation(
         "batches": list(map(asdict, found)),
     }
     return text, {"name": "speculative decoding", "phase": "decode", "speculation": data}
-
-
-def _require_room(report: "Roofline") -> None:
-    if not report.fits:
-        memory = report.memory
-        raise MemoryBudgetError(
-            f"pbjax roofline: {report.phase} at batch {report.items} needs "
-            f"{memory.peak_bytes / 1e9:,.1f} GB ({memory.weight_bytes / 1e9:,.1f} weights, "
-            f"{memory.kv_cache_bytes / 1e9:,.1f} KV cache, {memory.temporary_bytes / 1e9:,.1f} "
-            f"temporaries); {report.device.kind} has {report.device.memory_bytes / 1e9:,.1f} GB; "
-            "lower --batch or --seq, or choose a larger --device"
-        )

@@ -26,7 +26,7 @@ from pbjax.repetition import Repetition, find_repetition
 from pbjax.roofline_measure import Place, Staged, measure_stages
 from pbjax.roofline_names import Namer, leaf_names
 from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
-from pbjax.roofline_times import attention_slowdown, bandwidth
+from pbjax.roofline_times import attention_slowdown, bandwidth, product_s
 from pbjax.roofline_traffic import (
     CONTRACTIONS,
     Holds,
@@ -305,6 +305,7 @@ class _Counter:
                 staged.stages[place] = namer.stages[i], kind
             if kind == "attention" and tensor and self._fuse:
                 compute_s *= attention_slowdown(operation, self._device)
+            tiled_s = repeats * len(places) * product_s(operation, self._device)
             # What attention was measured at has its softmax in it.
             inside = moved.regions[section.start + i] is not None and self._fuse
             measured = inside and bool(self._device.attention_flops_per_s)
@@ -318,7 +319,7 @@ class _Counter:
                 dtype=_dtype(operation) if contracts else "",
                 flops=repeats * sum(cost.flops + cost.transcendentals for cost in costs),
                 traffic=traffic,
-                tensor_s=compute_s if tensor else 0.0,
+                tensor_s=max(compute_s, tiled_s) if tensor else 0.0,
                 cuda_s=0.0 if tensor or measured else compute_s,
                 memory_s=traffic.total / bandwidth(self._device, kind),
                 launch_s=launches * self._device.launch_s,

@@ -4,12 +4,23 @@ A datasheet has one rate for all contractions; measured ceilings tell attention 
 no fused attention reaches what a large product does.
 """
 
+import math
 from collections.abc import Mapping
+from functools import cache
 
+from pallas_kernels.gemm import tiles
 from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.operation import arguments_of
 from pbjax.device import Device
 from pbjax.roofline_points import Kind
 from pbjax.trace import Operation
+
+# Rows of queries, and of keys, that fused attention takes at once.
+TILE = 128
+# A product of this size fills any device.
+LARGE = 8192
+_PRODUCTS = ("gemm", "gated_gemm")
+_ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
 
 
 def bandwidth(device: Device, kind: Kind) -> float:
@@ -35,11 +46,51 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
     return share * device.contraction_flops_per_s(dtype) / rate
 
 
+def product_s(operation: Operation, device: Device) -> float:
+    """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
+
+    Few rows make few tiles, which leave most of the device idle however fast each of them is. The
+    table that chooses tiles has rates of short runs; where the device sustains less, all take
+    longer.
+
+    Args:
+      operation: Any operation.
+      device: One with measured rates, or else nothing is known of tiles.
+    """
+    if operation.primitive != KERNEL or operation.params["name"] not in _PRODUCTS:
+        return 0.0
+    if not device.launch_s:
+        return 0.0
+    given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
+    x, w = given["x"], given["w"]
+    gated = operation.params["name"] == "gated_gemm"
+    heavy = gated or any(given[name] is not None for name in ("residual", "activation"))
+    sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
+    slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(x.dtype))
+    return slower * _tiled_s(*sizes, gated, heavy, device.num_sms)
+
+
+def _large_rate(num_sms: int) -> float:
+    return 2 * LARGE**3 / _tiled_s(LARGE, LARGE, LARGE, False, False, num_sms)
+
+
+@cache
+def _tiled_s(m: int, n: int, k: int, gated: bool, heavy: bool, num_sms: int) -> float:
+    return tiles.predicted_s((m,), n, k, gated=gated, heavy=heavy, ctas=num_sms, num_sms=num_sms)
+
+
 def _executed_share(operation: Operation) -> float:
-    """What is computed of all scores: a kernel that is told to be causal skips the upper half."""
+    """What is computed of all scores, in tiles: a causal kernel skips those above the diagonal."""
     params: Mapping = operation.params
-    causal = operation.primitive == KERNEL and dict(params["arguments"]).get("causal")
-    return 0.5 if causal or "CAUSAL" in str(params.get("mask_type", "")) else 1.0
+    name = params["name"] if operation.primitive == KERNEL else operation.primitive
+    if name not in _ATTENTIONS:
+        return 1.0
+    causal = operation.primitive == KERNEL and dict(params["arguments"])["causal"]
+    queries, keys = (_shape(atom)[1] for atom in operation.equation.invars[:2])
+    whole = math.prod(-(-n // TILE) * TILE for n in (queries, keys)) / (queries * keys)
+    if not causal and "CAUSAL" not in str(params.get("mask_type", "")):
+        return whole
+    return whole * (1 + min(1.0, TILE / keys)) / 2
 
 
 def _head_width(operation: Operation) -> int:

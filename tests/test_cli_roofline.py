@@ -25,8 +25,36 @@ def test_prefill_and_decode_are_apart():
     text = printed(DATA / "gpt2", "--device", "nvidia-h200", "--batch", 2, "--seq", 12)
     assert "gpt2, prefill (batch 2, 24 tokens in), bfloat16, attention fused" in text
     assert "gpt2, decode (batch 2, 2 tokens in), bfloat16, attention fused" in text
-    assert "ridge point 206 FLOP/byte" in text
+    assert "ridge point 165 FLOP/byte" in " ".join(text.split())
+    assert "measured ceilings" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_peaks_of_the_datasheet_stay_available():
+    common = (DATA / "gpt2", "--device", "nvidia-h200", "--phase", "decode", "--seq", 12)
+    text = printed(*common, "--peaks", "datasheet")
+    assert "989 TFLOP/s" in text
+    assert "ridge point 206 FLOP/byte" in " ".join(text.split())
+    assert "datasheet" in text
+
+
+def test_sizes_beyond_all_memory_are_an_error_with_the_sizes():
+    result = run(DATA / "gpt2", "--device", "h200", "--batch", 10**18, "--seq", 12)
+    assert result.exit_code == 2
+    assert "batch 1000000000000000000 with seq 12" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("phase", "batch", "seq"),
+    [("prefill", 8, 1024), ("decode", 128, 1024), ("decode", 512, 1024)],
+)
+def test_predicted_stages_are_within_15_percent_of_measured_on_an_h200(phase, batch, seq):
+    table = Path(__file__).parent.parent / "profiles" / "nvidia_h200" / "roofline_stages.json"
+    sizes = ("--layers", 2, "--phase", phase, "--batch", batch, "--seq", seq)
+    text = printed("llama3-8b", "--device", "h200", *sizes, "--measured", table, "--json")
+    checks = json.loads(text)["checks"]
+    assert {"attention", "mlp"} <= {check["stage"] for check in checks}
+    assert all(abs(check["error"]) < 0.15 for check in checks), checks
 
 
 def test_json_is_one_document_with_all_phases():

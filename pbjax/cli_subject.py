@@ -1,0 +1,202 @@
+"""A model on a device as the commands ask about it: its predicted and its measured reports."""
+
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from pbjax.errors import InputError, MemoryBudgetError
+
+if TYPE_CHECKING:
+    from pbjax.device import Device
+    from pbjax.roofline_points import Roofline
+
+Peaks = Literal["measured", "datasheet"]
+
+
+@runtime_checkable
+class Shape(Protocol):
+    """What is asked of a model; `models` makes it, which nothing here imports."""
+
+    @property
+    def config(self) -> Any:
+        """Its sizes."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What a call of it can do."""
+        ...
+
+    def call(self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1) -> Any:
+        """A call of it in shapes."""
+
+    def calling_kernels(self) -> "Shape":
+        """The same with the kernels of the device that is traced for."""
+        ...
+
+    def filled(self) -> "Shape":
+        """The same with random weights and the kernels of this device."""
+        ...
+
+    def values(self, call: Any) -> tuple[object, ...]:
+        """Random inputs of a call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model on a device; makes its reports, each once.
+
+    Attributes:
+      name: Of the model, for reports.
+      shape: The model.
+      device: Where it would run.
+      attention: "fused" or "unfused".
+      kernels: Whether its layers call the kernels that the device has.
+    """
+
+    name: str
+    shape: Shape
+    device: "Device"
+    attention: str
+    kernels: bool = False
+
+    def report(
+        self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
+    ) -> "Roofline":
+        """What a call is predicted to take."""
+        return _report(self, phase, batch_size, seq_len, new_tokens)
+
+    def measured(self, phase: str, batch_size: int, seq_len: int | None) -> "Roofline":
+        """The same of a shape that is filled, with what its stages take here."""
+        call = self.shape.call(phase, batch_size, seq_len)
+        return _call_report(self, phase, batch_size, call, self.shape.values(call), measure=True)
+
+
+@cache
+def _report(
+    subject: Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
+) -> "Roofline":
+    device, target = subject.device, nullcontext()
+    if subject.kernels:
+        target = import_module("models.presets").traced_for(device.kind, device.num_sms)
+    with target, _sizes_checked(subject, batch_size, seq_len):
+        shape = subject.shape.calling_kernels() if subject.kernels else subject.shape
+        call = shape.call(phase, batch_size, seq_len, new_tokens)
+        return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
+
+
+@contextmanager
+def _sizes_checked(subject: "Subject", batch_size: int, seq_len: int | None) -> Generator[None]:
+    """Turns what NumPy says about arrays beyond 2^63 bytes into an error with the sizes."""
+    try:
+        yield
+    except OverflowError as error:
+        raise InputError(
+            f"{subject.name}: batch {batch_size} with seq {seq_len} has arrays of more than 2^63 "
+            "bytes; sizes that some device could hold are allowed; lower --batch or --seq"
+        ) from error
+
+
+def _call_report(
+    subject: Subject,
+    phase: str,
+    batch_size: int,
+    call: Any,
+    inputs: tuple[object, ...],
+    *,
+    measure: bool,
+) -> "Roofline":
+    from pbjax.roofline import roofline_report
+
+    return roofline_report(
+        call.function,
+        *inputs,
+        device=subject.device,
+        cache=call.cache,
+        attention=subject.attention,
+        name=subject.name,
+        phase=phase,
+        items=batch_size,
+        tokens=call.tokens,
+        measure=measure,
+    )
+
+
+def find_figures(kind: str | None, peaks: Peaks, *, here: bool) -> "Device":
+    """The figures of a kind of device; of this machine's if none is named."""
+    from pbjax.ceilings import calibrated
+    from pbjax.cli_calibrate import this_device
+    from pbjax.device import find_device
+
+    found = this_device() if kind is None else find_device(kind)
+    if here and kind is not None and found.kind != this_device().kind:
+        raise InputError(
+            f"pbjax roofline --measure --device {kind}: this machine has {this_device().kind!r}; "
+            "only that can be measured; leave out --device, or --measure"
+        )
+    return calibrated(found) if peaks == "measured" else found
+
+
+def find_subject(
+    model: str, device: "Device", dtype: str, attention: str, layers: int | None
+) -> Subject:
+    """A preset or a folder on a device, with all of its layers or as many as are given."""
+    shape = import_module("models.presets").find_shape(model, dtype, layers)
+    name = Path(model).name if layers is None else f"{Path(model).name}, {layers} layers"
+    return Subject(name=name, shape=shape, device=device, attention=attention)
+
+
+def measured_reports(
+    subject: Subject, phases: Sequence[str], batch: int, seq: int | None
+) -> "list[Roofline]":
+    """Reports with what the stages take on this machine, once all are known to fit."""
+    for phase in phases:
+        require_room(subject.report(phase, batch, seq))
+    filled = replace(subject, shape=subject.shape.filled())
+    return [filled.measured(phase, batch, seq) for phase in phases]
+
+
+def cached_tokens(report: "Roofline", seq: int | None) -> int:
+    """Tokens that the caches of a call hold."""
+    return (seq or 0) if report.phase == "decode" else 0
+
+
+def keep_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> None:
+    """Writes what was measured into a table, and names it on stderr."""
+    from pbjax.provenance import provenance_here
+    from pbjax.roofline_checks import MeasuredTable, Row
+
+    rows = tuple(
+        Row(
+            model=r.model,
+            phase=r.phase,
+            items=r.items,
+            tokens=r.tokens,
+            cached=cached_tokens(r, seq),
+            measured=r.measured,
+        )
+        for r in reports
+        if r.measured is not None
+    )
+    command = f"pbjax roofline {rows[0].model} --measure --save-measured {path.name}"
+    where = provenance_here(reports[0].device.kind, command)
+    MeasuredTable(provenance=where, rows=rows).save(path)
+    print(f"written: {path}", file=sys.stderr)
+
+
+def require_room(report: "Roofline") -> None:
+    """Raises MemoryBudgetError unless the device has the memory that a call needs."""
+    if not report.fits:
+        memory = report.memory
+        raise MemoryBudgetError(
+            f"pbjax roofline: {report.phase} at batch {report.items} needs "
+            f"{memory.peak_bytes / 1e9:,.1f} GB ({memory.weight_bytes / 1e9:,.1f} weights, "
+            f"{memory.kv_cache_bytes / 1e9:,.1f} KV cache, {memory.temporary_bytes / 1e9:,.1f} "
+            f"temporaries); {report.device.kind} has {report.device.memory_bytes / 1e9:,.1f} GB; "
+            "lower --batch or --seq, or choose a larger --device"
+        )
