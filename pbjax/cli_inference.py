@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import tokenizers
 
+    from pbjax.compile_clock import CompileClock
     from pbjax.generation import Completion, Token
 
 MB = 1_000_000
@@ -59,9 +60,12 @@ def generate(
     models = import_module("models")
     tokenizer = models.load_tokenizer(model)
     stop_tokens = models.load_stop_tokens(model)
+    start = time.perf_counter()
     decoder = _load(model, dtype)
+    from pbjax.compile_clock import CompileClock
     from pbjax.generation import stream
 
+    print(f"weights loaded in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     start = time.perf_counter()
     tokens = stream(
         decoder,
@@ -77,8 +81,10 @@ def generate(
         stop_tokens=stop_tokens,
         stop_strings=stop or (),
     )
-    times = Times(start)
-    completions = _gather(times.of(tokens), len(prompt), show=len(prompt) == 1 and not as_json)
+    show = len(prompt) == 1 and not as_json
+    with CompileClock() as clock:
+        times = Times(start, clock)
+        completions = _gather(times.of(tokens), len(prompt), show=show)
     if as_json:
         print(json.dumps({"completions": _described(prompt, completions), **times.to_dict()}))
     elif len(prompt) > 1:
@@ -88,10 +94,11 @@ def generate(
 
 
 class Times:
-    """Seconds to the first token and tokens per second after it, compiling included."""
+    """Seconds to the first token and to the last, and those that making the programs took."""
 
-    def __init__(self, start_s: float) -> None:
-        """Takes the time of the call."""
+    def __init__(self, start_s: float, clock: "CompileClock") -> None:
+        """Takes the time of the call, and what listens while the tokens come."""
+        self._clock = clock
         self._start_s, self._first_s, self._last_s, self._count = start_s, start_s, start_s, 0
 
     def of(self, tokens: "Iterator[Token]") -> "Iterator[Token]":
@@ -103,20 +110,21 @@ class Times:
             self._count += 1
             yield token
 
-    def to_dict(self) -> dict[str, float | int]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the figures under their names."""
         return {
             "num_tokens": self._count,
             "time_to_first_token_s": self._first_s - self._start_s,
             "total_s": self._last_s - self._start_s,
+            "making_programs_s": self._clock.seconds,
         }
 
     def __str__(self) -> str:
         """One line."""
-        figures = self.to_dict()
+        made = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self._clock.seconds.items())
         return (
-            f"{self._count} tokens in {figures['total_s']:.2f} s, the first after "
-            f"{figures['time_to_first_token_s']:.2f} s; compiling included"
+            f"{self._count} tokens in {self._last_s - self._start_s:.2f} s, the first after "
+            f"{self._first_s - self._start_s:.2f} s; of these s making programs: {made or 'none'}"
         )
 
 
@@ -246,8 +254,10 @@ def transcribe(
 
 
 def _load(folder: Path, dtype: str | None):
+    from pbjax.program_cache import keep_programs
     from pbjax.progress import ProgressPrinter
 
+    keep_programs()
     with ProgressPrinter() as progress:
         return import_module("models").load(
             folder,

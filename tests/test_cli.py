@@ -1,6 +1,7 @@
 """The command line from end to end on a tiny encoder: text, JSON, exit codes, files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import models
 from pbjax import texts
 from pbjax.cli import app
-from pbjax.errors import FileError, VerificationError
+from pbjax.errors import FileError, InputError, PbjaxWarning, VerificationError
 from pbjax.plan import Plan
 from pbjax.profiling import Profile
 
@@ -197,6 +198,31 @@ def test_failed_check_has_its_own_code(folder, sentences, monkeypatch, tmp_path)
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.parametrize("profile", [True, False])
+def test_interrupted_work_says_what_is_kept(folder, sentences, monkeypatch, tmp_path, profile):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pbjax.pipeline.optimize", interrupt)
+    options = ("--profile", tmp_path / "profile.json") if profile else ()
+    result = embed(folder, sentences, *options)
+    kept = "; what --profile has measured is kept" if profile else ""
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, f"interrupted{kept}")
+
+
+@pytest.mark.filterwarnings("default::pbjax.errors.PbjaxWarning")
+def test_a_warning_is_one_line(folder, sentences, monkeypatch):
+    def refuse(*_, **__):
+        raise InputError("far enough")
+
+    monkeypatch.setattr("pbjax.pipeline.optimize", refuse)
+    sentences.write_text("a cat sat on the mat and on the hat\n" * 4)
+    result = embed(folder, sentences)
+    warned, error = result.stderr.splitlines()[-2:]
+    assert re.fullmatch(r"warning: optimize\(--texts\): 4 of 4 texts .*6 tokens.*--seq.*", warned)
+    assert error == "error: far enough"
+
+
 def test_error_that_is_not_ours_is_not_hidden(folder, sentences, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a fault of ours")
@@ -231,7 +257,8 @@ def test_latin_1_text_is_refused(tmp_path):
 
 def test_sentences_are_cut_and_padded_to_one_length(folder):
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    encoded = texts.encode(tokenizer, ["a cat", "the dog sat on a mat"], 4)
+    with pytest.warns(PbjaxWarning, match="1 of 2 texts have more than 4 tokens"):
+        encoded = texts.encode(tokenizer, ["a cat", "the dog sat on a mat"], 4)
     assert encoded.input_ids.tolist() == [[8, 3, 0, 0], [2, 4, 5, 7]]
     assert encoded.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 

@@ -1,6 +1,7 @@
 """The commands that run a model, from end to end on tiny ones: text, JSON, exit codes."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def test_one_prompt_is_continued(folder):
     result = done("generate", folder("llama"), "--prompt", PROMPT, "--max-new-tokens", 6)
     (expected,) = pbjax.generate(load("llama"), [[3, 4, 5]], max_new_tokens=6)
     assert result.stdout.split() == [f"w{token}" for token in expected.token_ids]
-    assert "6 tokens in " in result.stderr
+    assert "weights loaded in " in result.stderr
+    assert re.search(r"6 tokens in .* s making programs: trace \d", result.stderr)
 
 
 def test_several_prompts_stand_with_their_texts(folder):
@@ -132,6 +134,9 @@ def test_generate_json_is_one_document(folder):
     assert found["finish_reason"] == "length"
     assert document["num_tokens"] == 5
     assert 0 < document["time_to_first_token_s"] <= document["total_s"]
+    made = document["making_programs_s"]
+    assert {"trace", "lower", "compile"} <= made.keys()
+    assert 0 < sum(made.values()) <= document["total_s"]
 
 
 def test_text_ends_at_stop_strings_and_at_the_tokens_of_the_folder(folder):

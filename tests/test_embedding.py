@@ -13,7 +13,7 @@ import models
 from models.kernels import HOPPER, with_kernels
 from pbjax import embedding
 from pbjax.embedding import embed
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxWarning
 from pbjax.packing import pack
 
 DATA = Path(__file__).parent / "data"
@@ -101,6 +101,13 @@ def test_arrays_of_ids_are_taken():
     rows = sequences([4, 7])
     found = embed(bert(), [np.array(row) for row in rows])
     np.testing.assert_array_equal(found, embed(bert(), rows))
+
+
+def test_texts_that_the_model_cannot_take_whole_are_a_warning_unless_they_should_be_cut(tokenizer):
+    texts = ["a cat sat", "a dog ran " * 20, "a cat " * 20]
+    with pytest.warns(PbjaxWarning, match=r"2 of 3 texts have more than 16 tokens.*split them"):
+        found = embed(bert(), texts, tokenizer=tokenizer)
+    np.testing.assert_array_equal(found, embed(bert(), texts, tokenizer=tokenizer, max_tokens=16))
 
 
 def test_texts_are_tokenized_and_cut(tokenizer):
