@@ -34,6 +34,8 @@ from pbjax.program_cache import verified_difference
 
 # A split is kept only if it gains more than this many times the spread of the timings.
 NOISE_FACTOR = 2.0
+# More blocks in one step take minutes to compile.
+MAX_UNROLL = 16
 
 # What a plan says of each program that may be kept.
 _DECISIONS: dict[str, Decision] = {
@@ -192,7 +194,9 @@ def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[Way, ..
 
 def _unrolls(steps: int) -> tuple[int, ...]:
     """Blocks in one step that may be worth a try: a step is a CUDA graph of its own on a GPU."""
-    return tuple(sorted({2, steps} - {1})) if overlap_options() and steps > 1 else ()
+    if not overlap_options():
+        return ()
+    return tuple(each for each in dict.fromkeys((2, steps)) if 1 < each <= min(steps, MAX_UNROLL))
 
 
 def device_room(device: Device) -> int:

@@ -1,7 +1,7 @@
 """Optimises a BERT encoder with random weights, and prints the report and one JSON line.
 
-The three programs that are timed run the same kernels: the whole batch at once (unsplit), the
-sub-batches one after the other (sequential) and staggered (split).
+The programs that are timed run the same kernels: the whole batch at once (unsplit), the sub-batches
+one after the other (sequential) and staggered (split), without and with SM budgets and unrolling.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from flax import nnx
 
 import pbjax
 from models import BertConfig, BertModel
+from models.kernels import with_kernels
 
 
 def main():
@@ -24,10 +25,13 @@ def main():
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--seq", type=int, default=384)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--unroll", type=int, default=1, help="blocks in one step of the loop")
+    parser.add_argument("--unroll", type=int, help="blocks in one step of the loop; several tried")
+    parser.add_argument("--kernels", action="store_true", help="call pallas_kernels where they can")
     args = parser.parse_args()
     config = getattr(BertConfig, args.model)()
     model = BertModel(config, dtype=args.dtype, rngs=nnx.Rngs(0))
+    if args.kernels:
+        model = with_kernels(model)
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, config.vocab_size, (args.batch, args.seq)), jnp.int32)
     mask = jnp.ones_like(ids)

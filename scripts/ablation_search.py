@@ -1,0 +1,92 @@
+"""What decay, saturation and thresholds of the search are worth: evaluations, seconds, findings.
+
+The tables are those of bench_search.py, drawn at random: no device is needed.
+"""
+
+import os
+import platform
+import random
+import statistics
+from dataclasses import replace
+
+from bench_search import SHAPES, program, table
+
+from pbjax.candidates import SearchOptions, predicted_bytes
+from pbjax.outline import Outline
+from pbjax.schedule import Split
+from pbjax.search import search
+
+STAGES, BLOCKS, TABLES = 4, 12, 10
+BATCHES = (96, 4096)
+# Of the smaller batch every split is predicted, to know the best.
+BEST_OF_ALL = "every split"
+
+
+def search_ablation() -> dict:
+    """Conditions and rows: medians over the tables, for each batch and each part left out."""
+    rows = [row for batch in BATCHES for row in _rows(batch)]
+    conditions = {
+        "stages": STAGES,
+        "blocks": BLOCKS,
+        "tables": TABLES,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    return {"conditions": conditions, "rows": rows}
+
+
+def _rows(batch: int) -> list[dict]:
+    outline = _with_bytes(program(STAGES, BLOCKS))
+    chance = random.Random(0)
+    tables = [table(chance, outline, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
+    # A whole batch is over the limit, and so are sub-batches that meet where both hold much.
+    limit = predicted_bytes(outline, Split(sizes=(batch,)), (0,)) * 8 // 10
+    ways = {
+        "all": SearchOptions(memory_limit_bytes=limit),
+        "no decay": SearchOptions(memory_limit_bytes=limit, decay=1e-9),
+        "no saturation": SearchOptions(memory_limit_bytes=limit, saturation_rounds=10**6),
+        "no thresholds": SearchOptions(),
+    }
+    found = {
+        name: [search(outline, each, batch, options) for each in tables]
+        for name, options in ways.items()
+    }
+    if batch == min(BATCHES):
+        options = SearchOptions(memory_limit_bytes=limit)
+        every = [search(outline, each, batch, options, "exhaustive") for each in tables]
+        found[BEST_OF_ALL] = every
+    return [_row(batch, name, found, limit) for name in found]
+
+
+def _row(batch: int, name: str, found: dict, limit: int) -> dict:
+    results = found[name]
+    # The best that any way within the limit found, table by table.
+    within = [rows for other, rows in found.items() if other != "no thresholds"]
+    best = [min(r.best.prediction.makespan_s for r in each) for each in zip(*within, strict=True)]
+    gaps = [
+        result.best.prediction.makespan_s / least - 1
+        for result, least in zip(results, best, strict=True)
+    ]
+    over = [
+        predicted_bytes(_with_bytes(program(STAGES, BLOCKS)), r.best.split, r.best.staggers) > limit
+        for r in results
+    ]
+    return {
+        "batch": batch,
+        "search": name,
+        "evaluations": statistics.median(r.evaluations + r.bounds for r in results),
+        "dropped": statistics.median(r.dropped for r in results),
+        "seconds": round(statistics.median(r.seconds for r in results), 4),
+        "worst_gap_percent": round(100 * max(gaps), 3),
+        "found_best": sum(gap <= 1e-9 for gap in gaps),
+        "over_limit": sum(over),
+    }
+
+
+def _with_bytes(outline: Outline) -> Outline:
+    """The program with stages that hold memory, the later the more."""
+    block = tuple(
+        replace(stage, bytes_per_row=1e6 * (1 + i)) for i, stage in enumerate(outline.block)
+    )
+    return replace(outline, block=block)
