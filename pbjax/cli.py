@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
 from pbjax.cli_inference import classify, embed, generate, transcribe
 from pbjax.cli_roofline import roofline
@@ -90,7 +91,12 @@ def convert(
 def optimize(
     model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or one of pbjax convert.")],
     texts: Annotated[Path, typer.Option(help="Sentences to embed, one a line.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sentences in a batch.")] = 96,
+    batch: Annotated[
+        str, typer.Option(help="Sentences in a batch, or auto: the smallest that is as fast.")
+    ] = "96",
+    latency_ms: Annotated[
+        float | None, typer.Option(help="The longest that a batch may take, for --batch auto.")
+    ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens per sentence, padded.")] = 64,
     dtype: Annotated[str | None, typer.Option(help="Of weights and activations.")] = None,
     split: Annotated[
@@ -115,7 +121,7 @@ def optimize(
 
     interrupted = "what --profile has measured is kept" if profile else ""
     with _exit_codes(interrupted), ProgressPrinter() as progress:
-        sizes = _sizes(split)
+        sizes, rows = _sizes(split), read_batch(batch, latency_ms)
         say = (lambda text: None) if as_json else print
         models = import_module("models")
         from pbjax import texts as text
@@ -123,7 +129,7 @@ def optimize(
         from pbjax.pipeline import optimize as run
         from pbjax.search import search
 
-        sentences = text.read_sentences(texts, batch)
+        sentences = text.read_sentences(texts, rows)
         start = time.perf_counter()
         encoder = models.load(
             model,
@@ -136,6 +142,12 @@ def optimize(
         say(f"weights loaded and checked in {load_s:.1f} s")
         encoded = text.encode(models.load_tokenizer(model), sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)
+        choice = None
+        if rows is None:
+            choice = choose_rows(encoder, inputs, latency_ms, len(sentences), progress)
+            say(f"\n{choice}")
+            rows = choice.batch_size
+            sentences, inputs = sentences[:rows], tuple(x[:rows] for x in inputs)
         options = {"split": sizes, "profile": profile, "plan": plan, "fuse": fuse}
         fast = run(encoder, *inputs, **options, progress=progress)
         if not isinstance(fast, Optimized):
@@ -144,19 +156,21 @@ def optimize(
         say(f"\n{report}")
         if exhaustive and report.profile is not None:
             progress("exhaustive search", 0, 1, "")
-            found = search(report.outline, report.profile, batch, policy="exhaustive")
+            found = search(report.outline, report.profile, rows, policy="exhaustive")
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)
         hidden = _numpy(fast(*inputs))
-        embeddings = text.sentence_embeddings(hidden, encoded.attention_mask)
+        embeddings = text.sentence_embeddings(hidden, inputs[1])
         pairs = text.most_similar(sentences, embeddings, 3)
-        say(f"\nthe three most similar of {batch} sentences:")
+        say(f"\nthe three most similar of {rows} sentences:")
         for pair in pairs:
             say(f"  {pair.cosine:.3f}  {pair.first}\n         {pair.second}")
         if as_json:
             found = [{"cosine": p.cosine, "first": p.first, "second": p.second} for p in pairs]
-            print(json.dumps({**report.to_dict(), "load_weights_s": load_s, "similar": found}))
+            chosen = {} if choice is None else {"batch_choice": choice.to_dict()}
+            document = {**report.to_dict(), **chosen, "load_weights_s": load_s, "similar": found}
+            print(json.dumps(document))
         elif save_plan is not None:
             print(f"plan written to {save_plan}")
 

@@ -185,7 +185,7 @@ def _write(
 def _curves(
     subject: Subject, report: "Roofline", seq: int | None, latency_ms: float | None
 ) -> "tuple[PhaseStudy, Choice]":
-    from pbjax.roofline_batching import choose_batch, study_phase
+    from pbjax.roofline_batching import choose_point, study_phase
 
     if report.phase == "forward" or seq is None:
         raise InputError(
@@ -200,7 +200,7 @@ def _curves(
         max_seq_len=getattr(subject.shape.config, "max_seq_len", None),
     )
     limit = None if latency_ms is None else latency_ms / 1e3
-    return found, choose_batch(found.by_batch, limit)
+    return found, choose_point(found.by_batch, limit)
 
 
 def _what_if(

@@ -182,7 +182,7 @@ def study_phase(
       MemoryBudgetError: Not one row fits.
     """
     by_batch = {rows: report_at(phase, rows, seq_len) for rows in BATCH_NODES}
-    largest = _largest_batch(report_at, by_batch, phase, seq_len)
+    largest = largest_batch(report_at, by_batch, phase, seq_len)
     if batches is None:
         powers = (2**i for i in range(largest.bit_length()))
         batches = sorted({*(rows for rows in powers if rows <= largest), largest})
@@ -236,7 +236,7 @@ def size_point(report: Roofline, batch_size: int, seq_len: int) -> SizePoint:
     )
 
 
-def choose_batch(points: Sequence[SizePoint], latency_s: float | None = None) -> Choice:
+def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) -> Choice:
     """The smallest batch whose throughput is within 2 % of the best that is allowed.
 
     Args:
@@ -252,7 +252,7 @@ def choose_batch(points: Sequence[SizePoint], latency_s: float | None = None) ->
         fastest = min(points, key=lambda point: point.seconds)
         limit = "any" if latency_s is None else f"{latency_s * 1e3:,.4g} ms"
         raise InputError(
-            f"choose_batch(latency {limit}): the fastest of {len(points)} batches is "
+            f"choose_point(latency {limit}): the fastest of {len(points)} batches is "
             f"{fastest.batch_size} with {fastest.seconds * 1e3:,.4g} ms and "
             f"{fastest.peak_bytes / 1e9:,.1f} GB; it must keep the limit and fit the memory; allow "
             "more time, or shorten the sequences"
@@ -303,7 +303,7 @@ def _front(points: Sequence[SizePoint]) -> tuple[SizePoint, ...]:
     return tuple(front)
 
 
-def _largest_batch(
+def largest_batch(
     report_at: ReportAt, known: Mapping[int, Roofline], phase: str, seq_len: int
 ) -> int:
     """By the line through two batches, then through larger ones until it holds."""

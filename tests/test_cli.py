@@ -16,7 +16,7 @@ from pbjax import texts
 from pbjax.cli import app
 from pbjax.errors import FileError, InputError, PbjaxWarning, VerificationError
 from pbjax.plan import Plan
-from pbjax.profiling import Profile
+from pbjax.profiling import Profile, Timing
 
 from .fakes import FakeTimer
 
@@ -97,6 +97,24 @@ def test_optimize_json_is_one_document(folder, sentences, timer, tmp_path):
     assert json.loads(again.stdout)["plan"] == document["plan"]
     assert json.loads(again.stdout)["similar"] == document["similar"]
     assert not timer.stages
+
+
+def test_batch_auto_chooses_a_batch_and_says_why(folder, sentences, timer, monkeypatch):
+    def timed(function, params, *inputs, samples):
+        return Timing(median_s=1e-3 * inputs[0].shape[0] ** 0.5, spread_s=0.0, samples=samples)
+
+    monkeypatch.setattr("pbjax.batch_choice.time_function", timed)
+    options = ("--batch", "auto", "--latency-ms", 1.8, "--seq", 6, "--split", 3)
+    result = invoke("optimize", folder, "--texts", sentences, *options)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"batch 3: .*latency|batch 3: it is the largest", result.stdout)
+    assert "the three most similar of 3 sentences:" in result.stdout
+
+
+def test_batch_auto_within_no_time_is_refused(folder, sentences, timer):
+    options = ("--batch", "auto", "--latency-ms", 1e-6, "--seq", 6)
+    result = invoke("optimize", folder, "--texts", sentences, *options, "--json")
+    assert "it must keep the limit" in check_error(result, 2)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "2;2", "2,2,", "1.5,2.5"])

@@ -10,7 +10,7 @@ import pytest
 from pbjax.device import find_device
 from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.roofline import roofline_report
-from pbjax.roofline_batching import SizePoint, choose_batch, interpolated, size_point, study_phase
+from pbjax.roofline_batching import SizePoint, choose_point, interpolated, size_point, study_phase
 from pbjax.roofline_points import Total
 
 from .shapes import few_layers
@@ -171,32 +171,32 @@ CURVE = (
 
 
 def test_the_smallest_batch_on_the_plateau_is_chosen():
-    found = choose_batch(CURVE)
+    found = choose_point(CURVE)
     assert found.chosen.batch_size == 256
     assert found.runner_up.batch_size == 512
     assert "within 2%" in found.reason
 
 
 def test_a_latency_limit_decides_and_says_so():
-    found = choose_batch(CURVE, latency_s=0.05)
+    found = choose_point(CURVE, latency_s=0.05)
     assert found.chosen.batch_size == 64
     assert found.reason == "latency: batch 256 would take 60 ms"
 
 
 def test_memory_decides_where_throughput_still_rises():
-    found = choose_batch((*CURVE[:3], CURVE[-1]))
+    found = choose_point((*CURVE[:3], CURVE[-1]))
     assert found.chosen.batch_size == 64
     assert "memory" in found.reason
 
 
 def test_front_has_no_batch_that_another_beats():
-    assert [p.batch_size for p in choose_batch(CURVE).front] == [1, 8, 64, 256, 512]
+    assert [p.batch_size for p in choose_point(CURVE).front] == [1, 8, 64, 256, 512]
 
 
 @pytest.mark.parametrize("points", [CURVE, CURVE[-1:]])
 def test_a_limit_that_no_batch_keeps_is_refused(points):
     with pytest.raises(InputError, match="GB"):
-        choose_batch(points, latency_s=0.001)
+        choose_point(points, latency_s=0.001)
 
 
 def test_a_point_shows_what_its_report_says():

@@ -16,7 +16,7 @@ from pbjax.cli import app
 from pbjax.device import find_device
 from pbjax.errors import FileError, InputError
 from pbjax.roofline import roofline_report
-from pbjax.roofline_batching import choose_batch, study_phase
+from pbjax.roofline_batching import choose_point, study_phase
 from pbjax.roofline_figures import (
     front_figure,
     png,
@@ -60,7 +60,7 @@ def curves():
         study_phase(report_at, r.phase, batch_size=8, seq_len=256, max_seq_len=1024)
         for r in reports()
     ]
-    return tuple((study, choose_batch(study.by_batch)) for study in studies)
+    return tuple((study, choose_point(study.by_batch)) for study in studies)
 
 
 FIGURES = {

@@ -1,0 +1,64 @@
+"""`--batch auto` of `pbjax optimize`: reads the option, and chooses the batch."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pbjax.errors import InputError
+
+if TYPE_CHECKING:
+    from pbjax.batch_choice import BatchChoice
+    from pbjax.functional import Model
+
+AUTO = "auto"
+
+
+def read_batch(text: str, latency_ms: float | None) -> int | None:
+    """The number of rows that `--batch` names, or None for "auto".
+
+    Raises:
+      InputError: It is neither, or there is a limit for a batch that is given.
+    """
+    if text == AUTO:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise InputError(
+            f"--batch {text}: not a number of rows; 1 or more, or auto, is allowed; write for "
+            "instance --batch 96"
+        )
+    if latency_ms is not None:
+        raise InputError(
+            f"--latency-ms {latency_ms:g} --batch {text}: the batch is given already; a limit goes "
+            "with --batch auto; leave out one of them"
+        )
+    return int(text)
+
+
+def choose_rows(
+    model: "Model",
+    inputs: tuple[object, ...],
+    latency_ms: float | None,
+    max_batch: int,
+    progress: Callable[[str, int, int, str], None],
+) -> "BatchChoice":
+    """Chooses the batch of a model on this machine by prediction and a few measurements.
+
+    Args:
+      model: The model.
+      inputs: Of a call, at any batch.
+      latency_ms: The longest that a call may take; None = any.
+      max_batch: How many rows there are.
+      progress: Called as progress(phase, done, total, item).
+    """
+    from pbjax.batch_choice import choose_batch
+    from pbjax.ceilings import calibrated
+    from pbjax.cli_calibrate import this_device
+
+    return choose_batch(
+        model,
+        *inputs,
+        device=calibrated(this_device()),
+        latency_s=None if latency_ms is None else latency_ms / 1e3,
+        max_batch=max_batch,
+        measure=True,
+        progress=lambda done, total, item: progress("choose batch", done, total, item),
+    )
