@@ -1,9 +1,9 @@
 """Conformer encoders: Gulati et al. 2020, with the details of modeling_wav2vec2_conformer.py.
 
 In this file: modules from hidden states on, for inference; `models.conformer_config` has the
-configuration. The convolutions that make hidden states of raw audio are in
-`models.wav2vec2_conformer`, the names of the files in `models.conformer_checkpoint`. Not here:
-dropout, causal convolutions, streaming.
+configuration, `models.conformer_convolution` the convolution of a block. The convolutions that make
+hidden states of raw audio are in `models.wav2vec2_conformer`, the names of the files in
+`models.conformer_checkpoint`. Not here: dropout, causal convolutions, streaming.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from models import layers
 from models.attention import Keys, attention
 from models.conformer_config import ConformerConfig
+from models.conformer_convolution import BLOCK_NORM_EPS, ConformerConvolution, without_padding
 from models.conformer_positions import (
     relative_bias,
     relative_table,
@@ -26,17 +27,13 @@ from models.conformer_positions import (
     rotate,
     shift,
 )
-from models.depthwise import depthwise_products
 from models.errors import InputError
 from models.kernels import PLAIN
-from models.layers import ACTIVATIONS, Activation
 from models.outputs import register_output
-from pallas_kernels.gemm import gated_gemm, gemm
+from pallas_kernels import attention as attention_kernel
+from pallas_kernels.gemm import gemm
 
 Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
-
-# Of every norm inside a block, whatever the configuration says of the others.
-BLOCK_NORM_EPS = 1e-5
 
 
 @register_output
@@ -105,8 +102,7 @@ class ConformerAttention(nnx.Module):
             elif keys.by == "xla":
                 context = self._relative_attention(inner, key, value, table, keys.bias)
             else:
-                query, bias = self._relative_query(inner, table)
-                context = attention(query, key, value, keys, bias)
+                context = self._attend_by_kernel(inner, key, value, table, keys)
             return self.output(context.reshape(x.shape), residual=x)
 
     def _relative_attention(
@@ -124,10 +120,15 @@ class ConformerAttention(nnx.Module):
         weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
         return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
 
-    def _relative_query(
-        self, inner: Float[Array, "B T D"], table: Float[Array, "R D"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T T"]]:
-        """Returns queries with the content bias, and what positions add to the scaled scores."""
+    def _attend_by_kernel(
+        self,
+        inner: Float[Array, "B T D"],
+        key: Float[Array, "B T N H"],
+        value: Float[Array, "B T N H"],
+        table: Float[Array, "R D"],
+        keys: Keys,
+    ) -> Float[Array, "B T N H"]:
+        """Attends by the kernel that computes scores by difference, or by cuDNN and a bias."""
         heads, size = self.content_bias.shape
         content = self.content_bias[...].reshape(-1)
         if self.query.bias is not None:
@@ -135,8 +136,20 @@ class ConformerAttention(nnx.Module):
         query = self._heads(gemm(inner, self.query.kernel[...], bias=content))
         rows = self.position(table.astype(inner.dtype)).reshape(-1, heads, size)
         # The position bias, less the content bias that the query already has.
-        rest = self.position_bias[...] - self.content_bias[...]
-        return query, relative_bias(query, rows, rest) * size**-0.5
+        biases = (self.position_bias, self.content_bias)
+        position, content = (bias[...].astype(jnp.float32) for bias in biases)
+        rest = position - content
+        if keys.by == "pallas":
+            return attention_kernel.attention(
+                query,
+                key,
+                value,
+                lengths=keys.lengths,
+                relative_rows=rows,
+                relative_shift=rest,
+            )
+        bias = relative_bias(query, rows, rest.astype(query.dtype)) * size**-0.5
+        return attention(query, key, value, keys, bias)
 
     def _relative_scores(
         self,
@@ -154,77 +167,6 @@ class ConformerAttention(nnx.Module):
 
     def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.num_heads, -1)
-
-
-class BatchNorm(nnx.Module):
-    """BatchNorm with fixed statistics: y = (x - mean) / sqrt(var + eps) * scale + bias."""
-
-    def __init__(self, features: int, *, eps: float, dtype: DTypeLike) -> None:
-        """Makes the fresh parameters and statistics."""
-        self.scale = nnx.Param(jnp.ones(features, dtype))
-        self.bias = nnx.Param(jnp.zeros(features, dtype))
-        self.mean = nnx.BatchStat(jnp.zeros(features, dtype))
-        self.var = nnx.BatchStat(jnp.ones(features, dtype))
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normalises every feature by itself, in f32."""
-        parts = (self.scale, self.bias, self.mean, self.var)
-        scale, bias, mean, var = (part[...].astype(jnp.float32) for part in parts)
-        factor = scale * jax.lax.rsqrt(var + self.eps)
-        offset = bias - mean * factor
-        x = x.astype(jnp.float32)
-        return x * jnp.broadcast_to(factor, x.shape) + jnp.broadcast_to(offset, x.shape)
-
-
-class ConformerConvolution(nnx.Module):
-    """Norm, gated Linear, depthwise convolution over time, BatchNorm, Linear, and residual."""
-
-    def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        """Makes the fresh parameters."""
-        dim, bias = config.embed_dim, config.convolution_bias
-        init = nnx.initializers.normal(layers.INIT_STDDEV)
-        self.norm = layers.layer_norm(dim, BLOCK_NORM_EPS, dtype, rngs)
-        self.gated = layers.linear(dim, 2 * dim, dtype, rngs, use_bias=bias)
-        self.parts: nnx.List[layers.Linear] | None = nnx.data(None)
-        self.depthwise = nnx.Param(init(rngs.params(), (config.kernel_size, 1, dim), dtype))
-        self.depthwise_bias = nnx.Param(jnp.zeros(dim, dtype)) if bias else None
-        self.batch_norm = BatchNorm(dim, eps=BLOCK_NORM_EPS, dtype=dtype)
-        self.output = layers.linear(dim, dim, dtype, rngs, use_bias=bias)
-        self.activation, self.masks = config.activation, config.masks_convolution
-        self.kernels = PLAIN
-
-    def arrange_weights(self) -> None:
-        """Holds the weights of value and gate apart, if no bias is in the way of one kernel."""
-        if self.gated.bias is None:
-            dim = self.gated.in_features
-            columns = (slice(0, dim), slice(dim, 2 * dim))
-            self.parts = nnx.List([layers.part_of(self.gated, part) for part in columns])
-            del self.gated
-
-    def __call__(
-        self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None
-    ) -> Float[Array, "B T D"]:
-        """Mixes neighbouring frames."""
-        with jax.named_scope("convolution"):
-            inner = self._gate(self.norm(x))
-            if self.masks and mask is not None:
-                inner = without_padding(inner, mask)
-            products = self.kernels.gemm == "pallas"
-            convolve = depthwise_products if products else depthwise_convolution
-            inner = convolve(inner, self.depthwise[...])
-            if self.depthwise_bias is not None:
-                inner = inner + jnp.broadcast_to(self.depthwise_bias[...], inner.shape)
-            inner = self.batch_norm(inner)
-            inner = activate(inner, self.activation).astype(x.dtype)
-            return self.output(inner, residual=x)
-
-    def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        if self.parts is not None:
-            value, gate = (part.kernel[...] for part in self.parts)
-            return gated_gemm(x, gate, value, activation="sigmoid")
-        inner, gate = jnp.split(self.gated(x), 2, axis=-1)
-        return inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
 
 
 class ConformerLayer(nnx.Module):
@@ -320,41 +262,15 @@ class ConformerEncoder(nnx.Module):
     def _positions(self, length: int) -> Float[Array, "..."]:
         config = self.config
         if config.positions == "relative":
-            return relative_table(length, config.embed_dim)
+            # Kernels copy an odd number of rows, so they get one that no query meets.
+            spare = 0 if self.kernels.attention == "xla" else 1
+            return relative_table(length, config.embed_dim, spare=spare)
         return rotary_table(length, config.embed_dim // config.num_heads, config.rotary_base)
 
 
 def dot(query: Float[Array, "B T N H"], key: Float[Array, "B S N H"]) -> Float[Array, "B N T S"]:
     """Returns the product of every query and key, in f32."""
     return jnp.einsum("BTNH,BSNH->BNTS", query, key, preferred_element_type=jnp.float32)
-
-
-def without_padding(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns zeros at padding, whatever is there."""
-    return jnp.where(jnp.broadcast_to(mask[:, :, None], x.shape), x, jnp.zeros_like(x))
-
-
-def depthwise_convolution(
-    x: Float[Array, "B T D"], kernel: Float[Array, "width 1 D"]
-) -> Float[Array, "B T D"]:
-    """Convolves every feature with its own kernel over time; zeros lie before and after.
-
-    A kernel without a middle sees one frame more after its own than before it.
-    """
-    others = kernel.shape[0] - 1
-    return jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        window_strides=(1,),
-        padding=[(others // 2, others - others // 2)],
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=kernel.shape[2],
-    )
-
-
-def activate(x: Float[Array, "*B F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Applies an activation in f32, as torch does it for 16-bit values, and casts back."""
-    return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def check_frames(

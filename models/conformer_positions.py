@@ -10,10 +10,16 @@ from jaxtyping import Array, Float
 RELATIVE_BASE = 10000.0
 
 
-def relative_table(length: int, features: int) -> Float[Array, "R D"]:
-    """Returns sin at even and cos at odd features for the differences length - 1 to 1 - length."""
+def relative_table(length: int, features: int, *, spare: int = 0) -> Float[Array, "R D"]:
+    """Returns sin at even and cos at odd features for the differences length - 1 to 1 - length.
+
+    Args:
+      length: Of the sequences.
+      features: Of a row; even.
+      spare: Number of rows more, for the differences that follow.
+    """
     exponents = jnp.arange(0, features, 2).astype(jnp.float32) / features
-    differences = jnp.arange(length - 1, -length, -1).astype(jnp.float32)
+    differences = jnp.arange(length - 1, -length - spare, -1).astype(jnp.float32)
     angles = jnp.outer(differences, RELATIVE_BASE**-exponents)
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(-1, features)
 
@@ -44,7 +50,7 @@ def relative_bias(
 
     Args:
       query: Queries.
-      rows: For the differences T - 1 to 1 - T.
+      rows: For the differences T - 1 to 1 - T; more are not read.
       rest: Added to every query.
       chunk: Queries that share the rows they meet; all, if it does not divide T.
     """

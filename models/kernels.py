@@ -26,8 +26,8 @@ class Kernels:
       ragged_attention: The same where their number is no multiple of 8, as ViT's 197.
       causal_attention: Attention of decoders.
       alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
-      gemm: Matrix products with what follows them: bias, activation, gate, residual. A depthwise
-        convolution becomes such products too.
+      gemm: Matrix products with what follows them: bias, activation, gate, residual. Depthwise
+        convolutions with theirs too: BatchNorm, activation.
       norm: LayerNorm and RMSNorm.
     """
 
@@ -64,9 +64,10 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
 
     Weights are shared with the given model, which stays as it is; copied are only those that a
     checkpoint holds otherwise than kernels want them: query, key and value of GPT-2 and BLOOM,
-    which it joins, and GPT-2's table of 50,257 tokens. A copy once costs nothing later; slicing the
-    joined product instead costs a pass over it in every layer. Those of LLaMA are joined: the
-    rotation makes that pass anyway, and one product fills a GPU with fewer rows than three.
+    which it joins, GPT-2's table of 50,257 tokens, and a Conformer's depthwise weights, into which
+    its BatchNorm goes. A copy once costs nothing later; slicing the joined product instead costs a
+    pass over it in every layer. Those of LLaMA are joined: the rotation makes that pass anyway, and
+    one product fills a GPU with fewer rows than three.
 
     Args:
       model: Any model of this package.

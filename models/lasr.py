@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
 from models.attention import Keys, attention
-from models.conformer import (
+from models.conformer import ConformerOutput
+from models.conformer_convolution import (
     BLOCK_NORM_EPS,
     BatchNorm,
-    ConformerOutput,
     activate,
     depthwise_convolution,
     without_padding,

@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models import layers
-from models.conformer import BLOCK_NORM_EPS, ConformerEncoder, ConformerOutput, activate
+from models.conformer import ConformerEncoder, ConformerOutput
 from models.conformer_config import ConformerConfig, check_choice, check_positive
+from models.conformer_convolution import BLOCK_NORM_EPS, activate
 from models.errors import ConfigError, InputError
 from models.hf_config import ConfigFields
 from models.layers import ACTIVATIONS, Activation

@@ -28,6 +28,8 @@ from pallas_kernels.attention.shapes import PACKED, PACKED_RAGGED  # noqa: E402
 from pallas_kernels.attention.shapes import SHAPES as ATTENTION_SHAPES  # noqa: E402
 from pallas_kernels.decode_attention import decode_attention  # noqa: E402
 from pallas_kernels.decode_attention.shapes import SHAPES as DECODE_SHAPES  # noqa: E402
+from pallas_kernels.depthwise import depthwise_convolution  # noqa: E402
+from pallas_kernels.depthwise.shapes import SHAPES as DEPTHWISE_SHAPES  # noqa: E402
 
 HOPPER = (Path(__file__).parent / "data" / "h200.txtpb").read_text()
 REPORT = re.compile(
@@ -54,6 +56,9 @@ def attention_call(case):
         operands["alibi_slopes"] = ((n,), jnp.float32)
     if case.bias_batch:
         operands["bias"] = ((case.bias_batch, n, t, s), half)
+    if case.relative:
+        operands["relative_rows"] = ((t + s, n, h), half)
+        operands["relative_shift"] = ((n, h), half)
 
     def run(operands):
         return attention(
@@ -95,9 +100,27 @@ def decode_call(case):
     return lambda operands: decode_attention(**operands, implementation="mosaic_gpu"), operands
 
 
+def depthwise_call(case):
+    """The kernel at a shape, and the shapes of its operands."""
+    operands = {
+        "x": ((case.batch_size, case.length, case.features), jnp.bfloat16),
+        "kernel": ((case.width, case.features), jnp.float32),
+    }
+    if case.offset:
+        operands["offset"] = ((case.features,), jnp.float32)
+
+    def run(operands):
+        return depthwise_convolution(
+            **operands, activation=case.activation, implementation="mosaic_gpu"
+        )
+
+    return run, operands
+
+
 CALLS = {case.name: (attention_call, case) for case in ATTENTION_SHAPES}
 CALLS |= {case.name: (packed_call, case) for case in [*PACKED, *PACKED_RAGGED]}
 CALLS |= {f"decode {case.name}": (decode_call, case) for case in DECODE_SHAPES}
+CALLS |= {f"depthwise {case.name}": (depthwise_call, case) for case in DEPTHWISE_SHAPES}
 
 
 def compile_report(shape: str, sharding) -> dict:

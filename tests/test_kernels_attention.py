@@ -11,9 +11,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.attention import attention, attention_reference, items, mosaic_gpu
-from pallas_kernels.attention.api import check_attention
+from pallas_kernels.attention.api import check_attention, check_relative
+from pallas_kernels.attention.relative import shift_words
 from pallas_kernels.attention.shapes import MODELS, RAGGED, SHAPES, SWEEP, AttentionShape
-from pallas_kernels.attention.tile import Problem, Tile, choose_tile
+from pallas_kernels.attention.tile import ROWS, Problem, Tile, choose_tile
 from pallas_kernels.testing import assert_close
 from tests.kernels_aot_process import ptxas_reports
 
@@ -21,7 +22,10 @@ H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "
 SMALL = Tile(block_kv=64)
 BY_NAME = {case.name: case for case in SHAPES}
 NO_TERMS = dict.fromkeys(
-    ("window", "lengths", "query_lengths", "query_starts", "alibi_slopes", "bias")
+    (
+        *("window", "lengths", "query_lengths", "query_starts", "alibi_slopes", "bias"),
+        *("relative_rows", "relative_shift"),
+    )
 )
 
 
@@ -40,7 +44,7 @@ def shape(t, s, *, n=1, k=1, h=32, batch_size=1, **terms):
 
 def operands(case, *, dtype=jnp.bfloat16, lengths=None, starts=None):
     """Random q, k, v of a shape, and its terms."""
-    keys = jax.random.split(jax.random.key(0), 6)
+    keys = jax.random.split(jax.random.key(0), 8)
     b, t, s, n, h = case.batch_size, case.num_queries, case.num_keys, case.num_heads, case.head_dim
     q = jax.random.normal(keys[0], (b, t, n, h), dtype)
     k, v = (jax.random.normal(key, (b, s, case.num_kv_heads, h), dtype) for key in keys[1:3])
@@ -57,6 +61,9 @@ def operands(case, *, dtype=jnp.bfloat16, lengths=None, starts=None):
         terms["alibi_slopes"] = 2.0 ** (-8 * (jnp.arange(n, dtype=jnp.float32) + 1) / n)
     if case.bias_batch:
         terms["bias"] = jax.random.normal(keys[5], (case.bias_batch, n, t, s), dtype)
+    if case.relative:
+        terms["relative_rows"] = jax.random.normal(keys[6], (t + s - 1, n, h), dtype)
+        terms["relative_shift"] = jax.random.normal(keys[7], (n, h), dtype)
     return (q, k, v), terms
 
 
@@ -100,6 +107,11 @@ INTERPRETED = {
         {},
     ),
     "alibi both ways": (shape(72, 136, alibi=True), {}),
+    "scores by difference": (shape(72, 136, n=2, k=1, relative=True), {}),
+    "scores by difference, rows that are padding": (
+        shape(136, 136, batch_size=2, lengths=True, query_lengths=True, relative=True),
+        {"lengths": [70, 0]},
+    ),
     "output staged over the queries": (shape(72, 72, h=136, causal=True), {}),
 }
 
@@ -120,6 +132,37 @@ def test_three_consumers_of_which_two_have_no_rows():
 def test_three_consumers_with_two_masked_tiles():
     args, terms = operands(shape(392, 392, causal=True))
     assert_right(interpreted(args, terms, Tile(consumers=3)), args, terms)
+
+
+def test_scores_by_difference_with_key_tiles_of_two_row_tiles():
+    args, terms = operands(shape(200, 264, relative=True))
+    assert_right(interpreted(args, terms, Tile()), args, terms)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_registers_of_scores_by_difference_are_brought_to_their_keys(parts):
+    scores = np.random.default_rng(0).normal(size=(ROWS, parts * ROWS))
+    thread = np.arange(128)
+    first, column = thread // 32 * 16 + thread % 32 // 4, 2 * (thread % 4)
+
+    def words(octet, e):
+        """What each thread holds: of its upper row from the next octet, and of its lower row."""
+        upper = scores[first, 8 * octet + 8 + column + e]
+        return upper + 1j * scores[first + 8, 8 * octet + column + e]
+
+    def shuffle(word, lane):
+        assert np.array_equal(lane // 4, thread % 32 // 4)  # it stays in its row
+        return word[thread // 32 * 32 + lane]
+
+    given = [(words(octet, 0), words(octet, 1)) for octet in range(8 * parts - 1)]
+    shifted = shift_words(given, thread, np.where, shuffle)
+    t, s = np.arange(ROWS)[:, None], np.arange((parts - 1) * ROWS)[None]
+    expected, actual = scores[t, ROWS - 1 - t + s], np.zeros((ROWS, (parts - 1) * ROWS))
+    for octet, pair in enumerate(shifted):
+        for e, word in enumerate(pair):
+            actual[first, 8 * octet + column + e] = word.real
+            actual[first + 8, 8 * octet + column + e] = word.imag
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_sequences_of_odd_length_are_taken_as_packed_without_a_copy():
@@ -146,6 +189,8 @@ def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
         shape(64, 64, batch_size=2, causal=True, window=9, lengths=True, query_lengths=True),
         shape(64, 64, n=4, k=4, alibi=True),
         shape(64, 64, n=2, batch_size=2, alibi=True, bias_batch=1),
+        shape(33, 77, n=4, k=2, batch_size=2, lengths=True, relative=True),
+        shape(64, 64, n=2, batch_size=2, causal=True, bias_batch=2, relative=True),
     ],
 )
 def test_xla_agrees_with_the_reference(case):
@@ -290,6 +335,30 @@ def test_operands_that_do_not_fit_are_refused(changes, message):
         check(**changes)
 
 
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (zeros(22, 4, 64), {}, r"need \(at least 23, 4, 64\)"),
+        (zeros(23, 2, 64), {}, "one row a difference and head"),
+        (zeros(23, 256), {}, "one row a difference and head"),
+        (zeros(23, 4, 64), {"shift": zeros(4)}, "one vector a query head"),
+        (None, {"shift": zeros(4, 64)}, "pass both or neither"),
+        (zeros(23, 4, 64), {"query_starts": jnp.zeros(2, jnp.int32)}, "true positions"),
+    ],
+)
+def test_rows_of_differences_that_do_not_fit_are_refused(rows, changes, message):
+    given = {"query_starts": None, "shift": None} | changes
+    with pytest.raises(ValueError, match=message):
+        check_relative(zeros(2, 8, 4, 64), zeros(2, 16, 2, 64), rows=rows, **given)
+
+
+def test_rows_of_differences_that_are_not_met_are_not_read():
+    args, terms = operands(shape(16, 24, relative=True), dtype=jnp.float32)
+    more = jnp.pad(terms["relative_rows"], ((0, 9), (0, 0), (0, 0)), constant_values=jnp.nan)
+    actual = attention(*args, **terms | {"relative_rows": more}, implementation="xla")
+    assert_close(actual, attention_reference(*args, **terms), reduction=24 * 32)
+
+
 def test_mixed_dtypes_are_refused():
     with pytest.raises(TypeError, match="share one floating dtype"):
         check(q=zeros(2, 8, 4, 64, dtype=jnp.float16))
@@ -315,6 +384,7 @@ def test_budget_above_the_device_is_refused():
         (shape(8, 8, h=264), jnp.bfloat16, "from 32 to 256"),
         (shape(8, 8, h=44), jnp.bfloat16, "multiples of 8"),
         (shape(8, 12, bias_batch=1), jnp.bfloat16, "multiples of 8"),
+        (shape(8, 8, h=136, relative=True), jnp.bfloat16, "by difference up to 128 fit"),
     ],
 )
 def test_named_kernel_says_what_it_cannot_do(case, dtype, message):

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import models
-from models.conformer import depthwise_convolution
+from models.conformer_convolution import depthwise_convolution
 from models.kernels import HOPPER, with_kernels
 from models.keymap import abstract_parameters, count_parameters
 from models.lasr import check_mels, frame_mask

@@ -19,9 +19,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import models
 from models.attention import Keys, Packing, attention
-from models.conformer import depthwise_convolution
+from models.conformer_convolution import BatchNorm, FoldedConvolution, depthwise_convolution
 from models.conformer_positions import relative_bias, shift
-from models.depthwise import depthwise_products
 from models.kernels import HOPPER, PLAIN, Kernels, with_kernels
 from models.numeric import TOLERANCE, errors_against, read_reference
 from models.parameters import fingerprint
@@ -55,6 +54,7 @@ FIXTURES = {
 }
 SMALL = {"num_layers": 2, "embed_dim": 128, "num_heads": 2}
 WIDE = SMALL | {"mlp_dim": 256}
+CONFORMER = {"gemm": 20, "gated_gemm": 2, "attention": 2, "layer_norm": 11}
 
 
 def full_width(name):
@@ -116,7 +116,7 @@ def test_values_agree_with_transformers(name):
     [
         ("bert", {"gemm": 12, "attention": 2, "layer_norm": 5}),
         ("vit", {"gemm": 13, "attention": 2, "layer_norm": 5}),
-        ("conformer", {"gemm": 20, "gated_gemm": 2, "attention": 2, "layer_norm": 11}),
+        ("conformer", {**CONFORMER, "depthwise_convolution": 2}),
         ("gpt2", {"gemm": 12, "attention": 2, "layer_norm": 5}),
         ("bloom", {"gemm": 12, "attention": 2, "layer_norm": 6}),
         ("llama", {"gemm": 6, "gated_gemm": 2, "attention": 2, "rms_norm": 5}),
@@ -192,13 +192,22 @@ def test_relative_bias_is_the_shifted_scores(length):
     np.testing.assert_allclose(actual, shifted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("length", "width"), [(512, 31), (100, 31), (64, 32), (7, 9)])
-def test_depthwise_products_are_the_convolution(length, width):
-    keys = jax.random.split(jax.random.key(width))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("length", "width"), [(100, 31), (64, 32), (7, 9)])
+def test_folded_convolution_is_convolution_and_batch_norm(length, width, bias):
+    keys = jax.random.split(jax.random.key(width), 7)
     x = jax.random.normal(keys[0], (2, length, 12))
     kernel = jax.random.normal(keys[1], (width, 1, 12))
-    expected = depthwise_convolution(x, kernel)
-    np.testing.assert_allclose(depthwise_products(x, kernel), expected, rtol=1e-5, atol=1e-5)
+    added = jax.random.normal(keys[2], (12,)) if bias else None
+    batch_norm = BatchNorm(12, eps=1e-5, dtype="float32")
+    for part, key in zip(("scale", "bias", "mean", "var"), keys[3:], strict=True):
+        getattr(batch_norm, part)[...] = jax.random.uniform(key, (12,)) + 0.5
+    convolved = depthwise_convolution(x, kernel)
+    if added is not None:
+        convolved += added[None, None]
+    expected = jax.nn.silu(batch_norm(convolved))
+    actual = FoldedConvolution(kernel, added, batch_norm, "silu")(x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=3e-5)
 
 
 def test_alibi_slopes_are_the_alibi_bias():

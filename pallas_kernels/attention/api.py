@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_arrays, number, whole
 from pallas_kernels.attention import mosaic_gpu, xla
 from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
 
@@ -24,15 +25,19 @@ def attention(
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
+    relative_rows: Float[Array, "R N H"] | None = None,
+    relative_shift: Float[Array, "N H"] | None = None,
     scale: float | None = None,
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count.
+    """softmax(scale (q k^T + (q + shift) row^T) - slope |i - j| + bias) v over keys that count.
 
-    A query that no key counts for gets zero. Query head n reads key-value head n // (N / K). Keys
-    and values beyond a sequence's length do not count, but must be finite. The kernel computes
-    scores and sums in f32 and rounds the weights to the dtype of q.
+    The row of query t and key s is relative_rows[T - 1 - t + s], one for each difference of
+    positions, as in Transformer-XL and Conformers; nothing without such rows. A query that no key
+    counts for gets zero. Query head n reads key-value head n // (N / K). Keys and values beyond a
+    sequence's length do not count, but must be finite. The kernel computes scores and sums in f32
+    and rounds the weights to the dtype of q.
 
     Args:
       q: Queries, f16 or bf16 for the kernel; query t stands at position query_starts + t.
@@ -47,6 +52,12 @@ def attention(
       alibi_slopes: Slope of each query head, computed inside from positions.
       bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of
         q by the kernel.
+      relative_rows: What queries meet besides the keys, for each difference of positions from that
+        of last query and first key to that of first query and last key: T + S - 1 rows. More are
+        not read; an even number costs no copy. The kernel, for H up to 128, computes these scores
+        tile by tile and rounds them to the dtype of q.
+      relative_shift: Added to queries where they meet such rows, not where they meet keys; 0 if
+        None.
       scale: Factor of the scores; 1 / sqrt(H) if None.
       sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
@@ -60,11 +71,13 @@ def attention(
       NotImplementedError: The named implementation cannot do this.
 
     Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm
-    2; Press et al. 2022 for ALiBi.
+    2; Press et al. 2022 for ALiBi; Dai et al. 2019, section 3.3, for differences of positions.
     """
+    window = None if window is None else whole("attention", "window", window)
     check_attention(
         q, k, v, window, causal, (lengths, query_lengths, query_starts), alibi_slopes, bias
     )
+    check_relative(q, k, query_starts, relative_rows, relative_shift)
     scale = _check_scale(q, scale)
     sms = check_sm_budget("attention", sm_budget)
     terms = {
@@ -76,10 +89,17 @@ def attention(
         "query_starts": query_starts,
         "alibi_slopes": alibi_slopes,
         "bias": bias,
+        "relative_rows": relative_rows,
+        "relative_shift": relative_shift,
     }
 
     def by_kernel():
         _require_kernel("attention", q, implementation)
+        if relative_rows is not None and q.shape[3] > 128:
+            raise NotImplementedError(
+                f"attention(relative_rows, implementation='mosaic_gpu'): head size is {q.shape[3]};"
+                " with scores by difference up to 128 fit; use implementation='xla'"
+            )
         return _attention(q, k, v, sms=sms, **terms)
 
     return dispatch(
@@ -131,6 +151,7 @@ def attention_packed(
       ValueError: Shapes or options that do not fit, or a budget above the device's SMs.
       NotImplementedError: The named implementation cannot do this.
     """
+    window = None if window is None else whole("attention_packed", "window", window)
     check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes)
     sms = check_sm_budget("attention_packed", sm_budget)
     offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32).at[0].set(0), 0, q.shape[0]))
@@ -157,6 +178,7 @@ _attention_packed = jax.jit(mosaic_gpu.attention_packed, static_argnames=_STATIC
 
 def check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes) -> None:
     """Raises unless the operands of `attention_packed` fit together; see there."""
+    check_arrays("attention_packed", {"q": q, "k": k, "v": v, "offsets": offsets})
     if q.ndim != 3 or k.ndim != 3:
         raise ValueError(
             f"attention_packed(q{q.shape}, k{k.shape}): wrong ranks; q is (tokens, N, H), k and v "
@@ -179,6 +201,9 @@ def check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes) -> No
 
 def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None:
     """Raises unless the operands of `attention` fit together; see there."""
+    names = ("lengths", "query_lengths", "query_starts")
+    optional = {**dict(zip(names, counts, strict=True)), "alibi_slopes": alibi_slopes, "bias": bias}
+    check_arrays("attention", {"q": q, "k": k, "v": v}, optional)
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks or unequal k and v; q is "
@@ -205,7 +230,7 @@ def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None
             "causal=True"
         )
     batch_size, num_queries, num_heads = q.shape[:3]
-    for name, x in zip(("lengths", "query_lengths", "query_starts"), counts, strict=True):
+    for name, x in zip(names, counts, strict=True):
         if x is not None and (x.shape != (batch_size,) or not jnp.issubdtype(x.dtype, jnp.integer)):
             raise ValueError(
                 f"attention({name}={x.dtype}{x.shape}): integers of shape ({batch_size},); one a "
@@ -226,14 +251,43 @@ def check_attention(q, k, v, window, causal, counts, alibi_slopes, bias) -> None
         )
 
 
+def check_relative(q, k, query_starts, rows, shift) -> None:
+    """Raises unless rows by difference of positions fit the queries and keys of `attention`."""
+    num_queries, num_heads, head_dim = q.shape[1:]
+    if rows is None:
+        if shift is not None:
+            raise ValueError(
+                f"attention(relative_shift{shift.shape}): there are no relative_rows; queries are "
+                "shifted for these alone; pass both or neither"
+            )
+        return
+    needed = num_queries + k.shape[1] - 1
+    if rows.ndim != 3 or rows.shape[0] < needed or rows.shape[1:] != (num_heads, head_dim):
+        raise ValueError(
+            f"attention(relative_rows{rows.shape}): {num_queries} queries and {k.shape[1]} keys "
+            f"need (at least {needed}, {num_heads}, {head_dim}); one row a difference and head"
+        )
+    if shift is not None and shift.shape != (num_heads, head_dim):
+        raise ValueError(
+            f"attention(relative_shift{shift.shape}): shape ({num_heads}, {head_dim}); one vector "
+            "a query head"
+        )
+    if query_starts is not None:
+        raise ValueError(
+            "attention(relative_rows, query_starts): query 0 and key 0 have difference 0; rows "
+            "already say what stands where; pass the rows of the queries' true positions instead"
+        )
+
+
 def _check_scale(q: jax.Array, scale: float | None) -> float:
     if scale is None:
         return 1 / math.sqrt(q.shape[-1])
+    scale = number("attention", "scale", scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(
             f"attention(scale={scale}): a positive number; the kernel takes maxima before it scales"
         )
-    return float(scale)
+    return scale
 
 
 def _require_kernel(name: str, q: jax.Array, implementation: Implementation | None) -> None:

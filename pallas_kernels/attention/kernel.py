@@ -7,6 +7,9 @@ one multiplies while another exponentiates. Key tiles go from the last to the fi
 masked tile comes first and a causal maximum is found early. The next item's queries and first keys
 load while an item runs; its output leaves from where its queries were. The grid is the SM budget.
 
+Rows of differences of positions run along with the keys in a ring of their own. Their product runs
+beside that of the last weights; brought to its keys (relative.py), the scores start from it.
+
 Not here: how a call becomes operands (mosaic_gpu.py), the tile (tile.py), and which CTA does what
 (items.py).
 """
@@ -26,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.attention import items
+from pallas_kernels.attention import items, relative
 from pallas_kernels.attention.tile import (
     ALIGNMENT,
     BARRIER_BYTES,
@@ -58,6 +61,8 @@ class Given[Operand]:
     starts: Operand | None
     slopes: Operand | None
     bias: Operand | None
+    rows: Operand | None  # of differences; query 0 and key 0 meet the last row of query tiles
+    shift: Operand | None  # what queries that meet rows have besides
     packed: Operand | None  # as items.pack gives them
     dealt: Operand | None  # as items.deal gives them
 
@@ -77,6 +82,16 @@ class Place(NamedTuple):
     last: Array
     clear_first: Array  # tiles clear_first .. clear_last - 1 need no mask
     clear_last: Array
+
+
+class Rows(NamedTuple):
+    """Rows of differences: where they are in memory, and the ring of their tiles."""
+
+    source: jax.Ref
+    shift: jax.Ref
+    tiles: jax.Ref
+    full: jax.Ref
+    empty: jax.Ref
 
 
 def _ceil_div(a: Array, b: int) -> Array:
@@ -233,6 +248,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         problem.has_starts,
         problem.has_alibi,
         bool(problem.bias_batch),
+        problem.has_relative,
+        problem.has_relative,
         problem.packed,
         problem.causal and not problem.packed,
     )
@@ -241,7 +258,11 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     del refs[:11]
     held = refs.pop(0) if tile.holds else None
     rows_s = refs.pop(0) if problem.packed else None
-    b_s, b_full, b_empty = refs[:3] if problem.bias_batch else (None, None, None)
+    b_s, b_full, b_empty = (refs.pop(0) if problem.bias_batch else None for _ in range(3))
+    ring = None
+    if problem.has_relative and given.rows is not None and given.shift is not None:
+        ring = Rows(given.rows, given.shift, *(refs.pop(0) for _ in range(3)))
+    first_rows = range(tile.relative_window - 1) if ring is not None else ()
     wg = lax.axis_index("wg")
     dtype, depth, consumers = given.q.dtype, tile.depth, tile.consumers
     factor = problem.scale * LOG2_E
@@ -279,6 +300,10 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     o_g.at[0, pl.ds(place.origin * ALIGNMENT + row + done, size), place.head],
                 )
 
+    def relative_slot(place, number, step, index):
+        """Where the item's tile of rows of differences is that has this index."""
+        return _mod(step + number * (tile.relative_window - 1) + index, tile.relative_depth)
+
     def attend_rows(place, row, number, step):
         steps = place.last - place.first
         queries = q_s.at[query_slot(number), wg]
@@ -306,14 +331,65 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         def load(o_ref):
             return o_ref[...] if interpret else plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
 
+        def wait_for_rows(ring, index):
+            plgpu.barrier_wait(ring.full.at[relative_slot(place, number, step, index)])
+
+        def free_rows(ring, index):
+            plgpu.barrier_arrive(ring.empty.at[relative_slot(place, number, step, index)])
+
+        def shifted_queries(ring):
+            """The queries that meet rows of differences, in registers."""
+            rows = plgpu.layout_cast(queries[...], MATRIX).astype(jnp.float32)
+            plgpu.commit_smem()
+            add = plgpu.load(ring.shift.at[place.head], layout=COLUMN, optimized=False)
+            add = lax.broadcast_in_dim(add.astype(jnp.float32), rows.shape, [1])
+            return (rows + add).astype(dtype)
+
+        def relative_scores(ring, shifted, j, meanwhile):
+            """What positions add to the scores of key tile j, while the last values are added."""
+            wait_for_rows(ring, j + tile.relative_window - 1)
+
+            def multiply(*accumulators):
+                if meanwhile is not None:
+                    plgpu.barrier_wait(turn.at[wg])
+                parts = []
+                for i, accumulator in enumerate(accumulators):
+                    # Tiles come the last rows first; a consumer's first row is 64 after the next's.
+                    tiles, piece = _divmod(consumers - 1 - wg + i, tile.block_kv // ROWS)
+                    slot = relative_slot(place, number, step, j + tile.relative_window - 1 - tiles)
+                    rows = ring.tiles.at[slot, pl.ds(piece * ROWS, ROWS)]
+                    if interpret:
+                        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+                        parts.append(dot(shifted, rows[...].T))
+                        plgpu.commit_smem()
+                    else:
+                        plgpu.wgmma(accumulator, shifted, rows.transpose((1, 0)))
+                if meanwhile is not None:
+                    meanwhile()
+                    plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+                if interpret:
+                    return parts
+                others = 0 if meanwhile is None else 1
+                return [plgpu.wgmma_accumulator_load(x, wait_n=others) for x in accumulators]
+
+            accumulators = [plgpu.ACC((ROWS, ROWS))] * (1 + tile.block_kv // ROWS)
+            parts = pl.run_scoped(multiply, *accumulators)
+            free_rows(ring, j)
+            return relative.by_key(parts, dtype, interpret=interpret)
+
         def attend(o_ref):
             def scores_of(j, meanwhile=None, wait_n=1):
                 slot = _mod(step + j, depth)
+                start = None
+                if ring is not None:
+                    start, meanwhile = relative_scores(ring, shifted, j, meanwhile), None
                 plgpu.barrier_wait(k_full.at[slot])
                 if meanwhile is not None:
                     plgpu.barrier_wait(turn.at[wg])
 
                 def multiply(s_ref):
+                    if start is not None and not interpret:
+                        s_ref[...] = start
                     plgpu.wgmma(s_ref, queries, k_s.at[slot].transpose((1, 0)))
                     if meanwhile is None:
                         return s_ref[...]
@@ -323,7 +399,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
                 scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, tile.block_kv)))
                 plgpu.barrier_arrive(k_empty.at[slot])
-                return scores
+                return scores + start if start is not None and interpret else scores
 
             def add_values(p, j):
                 slot = _mod(step + j, depth)
@@ -361,6 +437,10 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
             plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
+            if ring is not None:
+                shifted = shifted_queries(ring)
+            for index in first_rows:
+                wait_for_rows(ring, index)
             scores = scores_of(jnp.int32(0))
             if tile.query_slots > 1:
                 free_last_queries(number)
@@ -386,6 +466,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 masked_advance = functools.partial(advance, mask=mask, overlap=False)
                 carry = lax.fori_loop(stop, steps, masked_advance, carry)
             m, total, p = carry
+            for index in first_rows:
+                free_rows(ring, steps + index)
             add_values(p, steps - 1)
             inverse = jnp.where(total > 0, 1 / total, 0.0)
             if given.query_lengths is not None:
@@ -430,6 +512,13 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             if b_full is not None and b_empty is not None:
                 plgpu.barrier_wait(b_full.at[wg])
                 plgpu.barrier_arrive(b_empty.at[wg])
+            if ring is not None:
+                see_rows(ring, j + tile.relative_window - 1)
+
+        def see_rows(ring, index):
+            slot = relative_slot(place, number, step, index)
+            plgpu.barrier_wait(ring.full.at[slot])
+            plgpu.barrier_arrive(ring.empty.at[slot])
 
         def see_value_tile(j):
             slot = _mod(step + j, depth)
@@ -445,6 +534,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         steps = place.last - place.first
         plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
         free_last_queries(number)
+        for index in first_rows:
+            see_rows(ring, index)
         see_key_tile(jnp.int32(0))
         lax.fori_loop(1, steps, advance, None)
         see_value_tile(steps - 1)
@@ -483,7 +574,23 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 source.at[place.batch, keys, kv_head], ring.at[slot], full.at[slot]
             )
 
+        def fetch_rows(ring, index):
+            """The item's tile of rows of differences that has this index, the last rows first."""
+            slot = relative_slot(place, number, step, index)
+            t = place.last - 1 + tile.relative_window - 1 - index
+            start = (items.num_tiles(problem, tile) - 1) * tile.block_q
+            start += t * tile.block_kv - place.row
+            start = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
+            plgpu.barrier_wait(ring.empty.at[slot])
+            plgpu.copy_gmem_to_smem(
+                ring.source.at[pl.ds(start, tile.block_kv), place.head],
+                ring.tiles.at[slot],
+                ring.full.at[slot],
+            )
+
         def fetch_keys(j):
+            if ring is not None:
+                fetch_rows(ring, j + tile.relative_window - 1)
             fetch(j, given.k, k_s, k_full, k_empty)
             if given.bias is None or b_s is None or b_full is None or b_empty is None:
                 return
@@ -501,6 +608,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             fetch(j - 1, given.v, v_s, v_full, v_empty)
 
         steps = place.last - place.first
+        for index in first_rows:
+            fetch_rows(ring, index)
         fetch_keys(jnp.int32(0))
         lax.fori_loop(1, steps, fetch_both, None)
         fetch(steps - 1, given.v, v_s, v_full, v_empty)
@@ -515,6 +624,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         plgpu.barrier_arrive(q_empty.at[wg])
         if b_empty is not None:
             plgpu.barrier_arrive(b_empty.at[wg])
+        if ring is not None:
+            for slot in range(tile.relative_depth):
+                plgpu.barrier_arrive(ring.empty.at[slot])
         pl.when(wg == consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         _for_each_item(problem, tile, sms, given, consume)
         plgpu.wait_smem_to_gmem(0)
@@ -533,6 +645,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             for slot in range(depth):
                 plgpu.barrier_wait(k_empty.at[slot])
                 plgpu.barrier_wait(v_empty.at[slot])
+            if ring is not None:
+                for slot in range(tile.relative_depth):
+                    plgpu.barrier_wait(ring.empty.at[slot])
 
 
 def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
@@ -550,6 +665,11 @@ def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
     if problem.bias_batch:
         bias = plgpu.SMEM((consumers, ROWS, tile.block_kv), dtype)
         scratch += [bias, each_consumer, each_consumer]
+    if problem.has_relative:
+        slots = tile.relative_depth
+        scratch.append(plgpu.SMEM((slots, tile.block_kv, problem.head_dim), dtype))
+        scratch.append(plgpu.Barrier(num_barriers=slots))
+        scratch.append(plgpu.Barrier(num_arrivals=consumers, num_barriers=slots))
     if interpret:
         scratch.append(plgpu.SMEM((consumers, ROWS, problem.head_dim), jnp.float32))
     return scratch

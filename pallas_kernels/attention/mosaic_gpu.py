@@ -30,6 +30,8 @@ def attention(
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
+    relative_rows: Float[Array, "R N H"] | None,
+    relative_shift: Float[Array, "N H"] | None,
     sms: int,
     tile: Tile | None = None,
     interpret: bool = False,
@@ -51,6 +53,8 @@ def attention(
       query_starts: Position of the first query among the keys.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
+      relative_rows: For each difference of positions, what queries meet besides the keys.
+      relative_shift: Added to queries for that.
       sms: Size of the grid.
       tile: The tile; chosen by shape if None.
       interpret: Replaces what jax's interpreter lacks; for tests on a CPU.
@@ -69,6 +73,7 @@ def attention(
             "columns in multiples of 8; pad them or use implementation='xla'"
         )
     alone = query_lengths is None and query_starts is None and bias is None
+    alone &= relative_rows is None
     if alone and t == s and t % ALIGNMENT and b * t % ALIGNMENT == 0 and h % 64 == 0:
         whole = np.full(b, t, np.int32)
         out = _attend_packed(
@@ -86,8 +91,10 @@ def attention(
         )
         return out.reshape(q.shape)
     q, k, v = (_pad(_pad(x, 1, ALIGNMENT), 3, 16) for x in (q, k, v))
-    if lengths is None and k.shape[1] != s:
-        lengths = jnp.full(b, s, jnp.int32)
+    valid_keys = _cast(lengths, jnp.int32)
+    if lengths is None and (k.shape[1] != s or relative_rows is not None):
+        # With rows of differences ptxas finds registers for all only where the last tile is masked.
+        valid_keys = np.full(b, s, np.int32)
     problem = Problem(
         batch_size=b,
         num_queries=q.shape[1],
@@ -98,30 +105,43 @@ def attention(
         scale=scale,
         causal=causal,
         window=window,
-        has_lengths=lengths is not None,
+        has_lengths=valid_keys is not None,
         has_query_lengths=query_lengths is not None,
         has_starts=query_starts is not None,
         has_alibi=alibi_slopes is not None,
         bias_batch=0 if bias is None else bias.shape[0],
+        has_relative=relative_rows is not None,
     )
     tile = choose_tile(problem) if tile is None else tile
     sms = min(sms, items.num_items(problem, tile))
+    rows = None
+    if relative_rows is not None:
+        # Query 0 and key 0 meet the last row of the query tiles. Beyond its rows TMA reads zeros.
+        in_front = items.num_tiles(problem, tile) * tile.block_q - t
+        rows = relative_rows.astype(q.dtype)
+        if in_front:
+            rows = jnp.pad(rows, ((in_front, 0), (0, 0), (0, 0)))
+        rows = _pad(_pad(rows, 0, ALIGNMENT), 2, 16)
+        relative_shift = jnp.zeros((n, h)) if relative_shift is None else relative_shift
+        relative_shift = _pad(relative_shift, 1, 16)
     given = Given(
         q=q,
         k=k,
         v=v,
-        lengths=_cast(lengths, jnp.int32),
+        lengths=valid_keys,
         query_lengths=_cast(query_lengths, jnp.int32),
         starts=_cast(query_starts, jnp.int32),
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=_cast(bias, q.dtype),
+        rows=rows,
+        shift=relative_shift,
         packed=None,
         dealt=items.deal(problem, tile, sms) if causal else None,
     )
     return launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
 
 
-def _cast(x: Array | None, dtype) -> Array | None:
+def _cast(x: Array | np.ndarray | None, dtype) -> Array | np.ndarray | None:
     return None if x is None else x.astype(dtype)
 
 
@@ -217,6 +237,8 @@ def _attend_packed(
         starts=None,
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=None,
+        rows=None,
+        shift=None,
         packed=items.pack(problem, tile, starts, lengths, keys),
         dealt=None,
     )

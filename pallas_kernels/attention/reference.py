@@ -18,8 +18,12 @@ def attention_reference(
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
+    relative_rows: Float[Array, "R N H"] | None = None,
+    relative_shift: Float[Array, "N H"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale q k^T - slope |i - j| + bias) v over the keys that count, or zero.
+    """softmax(scale (q k^T + (q + shift) row^T) - slope |i - j| + bias) v over keys that count.
+
+    Zero where none does. The row of query t and key s is rows[T - 1 - t + s].
 
     Args:
       q: Queries; query t stands at position query_starts + t.
@@ -33,6 +37,8 @@ def attention_reference(
       query_starts: Position of query 0 of each sequence; 0 if None.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
+      relative_rows: What queries meet besides the keys, by difference of positions.
+      relative_shift: Added to queries for that.
 
     Returns:
       The weighted values in float32.
@@ -42,6 +48,12 @@ def attention_reference(
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
+    if relative_rows is not None:
+        if relative_shift is not None:
+            q += relative_shift.astype(jnp.float32)[None, None]
+        of_pair = num_queries - 1 - jnp.arange(num_queries)[:, None] + jnp.arange(num_keys)[None]
+        rows = relative_rows.astype(jnp.float32)[of_pair]
+        scores += scale * jnp.einsum("btnh,tsnh->bnts", q, rows, precision=lax.Precision.HIGHEST)
 
     starts = jnp.zeros(batch_size, jnp.int32) if query_starts is None else query_starts
     lengths = jnp.full(batch_size, num_keys) if lengths is None else lengths

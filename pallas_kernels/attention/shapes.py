@@ -27,6 +27,7 @@ class AttentionShape:
     query_starts: bool = False
     alibi: bool = False
     bias_batch: int = 0
+    relative: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ MODELS = [
     _square("vit-base 256x197", 256, 197, 12, 64),
     _square("vit-base 256x200, 197 valid", 256, 200, 12, 64, lengths=True, num_valid_keys=197),
     _square("bert-base 96x384", 96, 384, 12, 64, lengths=True),
-    _square("conformer-l 32x512", 32, 512, 8, 64, lengths=True, bias_batch=32),
+    _square("conformer-l 32x512", 32, 512, 8, 64, lengths=True, relative=True),
+    _square("conformer-l 32x512, bias", 32, 512, 8, 64, lengths=True, bias_batch=32),
     _square("gpt2-xl 16x512", 16, 512, 25, 64, causal=True),
     _square("bloom-7b1 8x512", 8, 512, 32, 128, causal=True, alibi=True),
     _square("llama3-8b 8x512", 8, 512, 32, 128, kv_heads=8, causal=True),
@@ -136,6 +138,21 @@ RAGGED = [
     _square("alibi, lengths", 2, 640, 4, 128, causal=True, alibi=True, lengths=True),
     _square("bias each", 2, 640, 4, 64, bias_batch=2),
     _square("bias for all", 2, 640, 4, 128, causal=True, bias_batch=1, lengths=True),
+    _square("relative", 2, 640, 4, 64, relative=True),
+    _square("relative, 500", 2, 500, 4, 32, relative=True, lengths=True),
+    _square("relative, causal", 2, 333, 4, 64, kv_heads=2, relative=True, causal=True),
+    _square("relative, 128", 2, 640, 4, 128, relative=True, lengths=True, query_lengths=True),
+    AttentionShape(
+        name="relative, more keys",
+        batch_size=2,
+        num_queries=200,
+        num_keys=333,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=96,
+        lengths=True,
+        relative=True,
+    ),
     _square("all terms", 2, 512, 4, 256, causal=True, window=77, alibi=True, bias_batch=1),
     _square("head 32", 1, 200, 2, 32),
     _square("head 40", 1, 200, 2, 40, causal=True),

@@ -52,6 +52,16 @@ class Tile:
         """Query rows of a CTA."""
         return self.consumers * ROWS
 
+    @property
+    def relative_window(self) -> int:
+        """Tiles of rows of differences that a key tile meets; the next key tile needs one more."""
+        return self.block_q // self.block_kv + 1
+
+    @property
+    def relative_depth(self) -> int:
+        """Tiles in the ring of rows of differences: as many come early as of keys."""
+        return self.relative_window - 1 + self.depth
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -74,6 +84,7 @@ class Problem:
     has_starts: bool = False
     has_alibi: bool = False
     bias_batch: int = 0
+    has_relative: bool = False
     packed: bool = False
 
     @property
@@ -86,7 +97,8 @@ class Problem:
         rows = tile.block_q * self.head_dim * (tile.query_slots + self.packed)
         rings = 2 * tile.depth * tile.block_kv * self.head_dim
         bias = tile.block_q * tile.block_kv if self.bias_batch else 0
-        return 2 * (rows + rings + bias)
+        relative = tile.relative_depth * tile.block_kv * self.head_dim if self.has_relative else 0
+        return 2 * (rows + rings + bias + relative)
 
     def masks_last(self, tile: Tile) -> bool:
         """Whether the last key tile of an item may need a mask."""
@@ -125,6 +137,8 @@ class Problem:
 def choose_tile(problem: Problem) -> Tile:
     """Picks the tile by what was measured on an H200 (docs/kernels_attention.md)."""
     has_bias = bool(problem.bias_batch)
+    if problem.has_relative:
+        return Tile() if problem.head_dim <= 64 else Tile(block_kv=64)
     if problem.head_dim <= 64:
         three = Tile(consumers=3, depth=4)
         plain = not (problem.has_alibi or has_bias or problem.packed)

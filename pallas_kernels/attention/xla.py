@@ -23,6 +23,8 @@ def attention_xla(
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
+    relative_rows: Float[Array, "R N H"] | None = None,
+    relative_shift: Float[Array, "N H"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends with every term materialised; see api.attention."""
     row = position = jnp.arange(q.shape[1])[None, :, None]
@@ -43,10 +45,33 @@ def attention_xla(
         distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
         alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
         bias = alibi if bias is None else bias.astype(jnp.float32) + alibi
+    if relative_rows is not None:
+        relative = scale * relative_scores(q, relative_rows, relative_shift, k.shape[1])
+        bias = relative if bias is None else bias.astype(jnp.float32) + relative
     out = _attend(q, k, v, bias, None if mask is None else mask[:, None], scale)
     if mask is None:
         return out
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+
+def relative_scores(
+    q: Float[Array, "B T N H"],
+    rows: Float[Array, "R N H"],
+    shift: Float[Array, "N H"] | None,
+    num_keys: int,
+) -> Float[Array, "B N T S"]:
+    """Returns (q + shift) . rows[T - 1 - t + s] in f32.
+
+    Scores of all rows, one more than a query meets, are cut anew into rows one shorter, so that
+    each starts one further to the left than the one above. Source: Dai et al. 2019, appendix B.
+    """
+    batch_size, num_queries, heads, _ = q.shape
+    if shift is not None:
+        q = (q.astype(jnp.float32) + shift.astype(jnp.float32)[None, None]).astype(q.dtype)
+    rows = jnp.pad(rows[: num_queries + num_keys - 1].astype(q.dtype), ((0, 1), (0, 0), (0, 0)))
+    scores = jnp.einsum("BTNH,RNH->BNTR", q, rows, preferred_element_type=jnp.float32)
+    flat = scores.reshape(batch_size, heads, -1)[..., num_queries - 1 : -1]
+    return flat.reshape(batch_size, heads, num_queries, -1)[..., :num_keys]
 
 
 def attention_packed_xla(

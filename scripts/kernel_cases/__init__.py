@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MODULES = ("gemm", "norm", "corun", "attention", "decode_attention")
+MODULES = ("gemm", "norm", "corun", "attention", "decode_attention", "depthwise")
 
 # Of an H200, measured: a large bf16 product, and a large copy counting bytes read and written.
 PEAK_FLOPS_PER_S = 790e12

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernel_cases import Case
+from models.conformer_positions import relative_bias
 from pallas_kernels.attention import (
     attention,
     attention_packed,
@@ -42,6 +43,8 @@ def _names(shape: AttentionShape) -> list[str]:
         "query_starts": shape.query_starts,
         "alibi_slopes": shape.alibi,
         "bias": shape.bias_batch,
+        "relative_rows": shape.relative,
+        "relative_shift": shape.relative,
     }
     return ["q", "k", "v"] + [name for name, present in terms.items() if present]
 
@@ -56,8 +59,10 @@ def _case(shape: AttentionShape, dtype: str, sm_budget: int | None, *, timed: bo
     opponents = {}
     if timed:
         opponents = {"cudnn": functools.partial(_cudnn, shape, names)}
-        if shape.alibi or shape.bias_batch:
+        if shape.alibi or shape.bias_batch or shape.relative:
             opponents["xla"] = call(attention, implementation="xla")
+        if shape.relative:
+            opponents["ours, bias by xla"] = functools.partial(_with_bias, shape, names)
     b, t, s, n, h = (
         shape.batch_size,
         shape.num_queries,
@@ -67,6 +72,8 @@ def _case(shape: AttentionShape, dtype: str, sm_budget: int | None, *, timed: bo
     )
     pairs = t * (t + 1) // 2 if shape.causal else t * (shape.num_valid_keys or s)
     moved = 2 * b * h * (t * n + s * shape.num_kv_heads) + shape.bias_batch * n * t * s
+    moved += (t + s) * n * h if shape.relative else 0
+    products = 6 if shape.relative else 4
     return Case(
         kernel="attention",
         name=shape.name if sm_budget is None else f"{shape.name}, {sm_budget} SMs",
@@ -76,14 +83,15 @@ def _case(shape: AttentionShape, dtype: str, sm_budget: int | None, *, timed: bo
         reference=functools.partial(_reference, shape, names, options),
         close=({"reduction": s, "roundings": 1},),
         opponents=opponents,
-        flops=4 * b * n * h * pairs if timed else 0,
+        flops=products * b * n * h * pairs if timed else 0,
         num_bytes=2 * moved,
     )
 
 
 def _reference(shape: AttentionShape, names, options, *inputs):
     """The truth, one sequence after the other: the scores of all would fill the device."""
-    shared = {"alibi_slopes", "bias"} if shape.bias_batch == 1 else {"alibi_slopes"}
+    shared = {"alibi_slopes", "relative_rows", "relative_shift"}
+    shared |= {"bias"} if shape.bias_batch == 1 else set()
     given = dict(zip(names, inputs, strict=True))
     fixed = {name: x for name, x in given.items() if name in shared}
 
@@ -94,6 +102,21 @@ def _reference(shape: AttentionShape, names, options, *inputs):
     return jax.lax.map(one, {name: x for name, x in given.items() if name not in shared})
 
 
+def _bias_by_difference(shape: AttentionShape, given):
+    """Scores by difference in memory, brought to their keys: made by XLA, as models did it."""
+    rows = given["relative_rows"][: 2 * shape.num_queries - 1]
+    return relative_bias(given["q"], rows, given["relative_shift"]) * shape.head_dim**-0.5
+
+
+def _with_bias(shape: AttentionShape, names, *inputs):
+    """Our kernel, scores by difference as a bias in memory."""
+    given = dict(zip(names, inputs, strict=True))
+    plain = {name: x for name, x in given.items() if not name.startswith("relative")}
+    bias = _bias_by_difference(shape, given)
+    scale = shape.head_dim**-0.5
+    return attention(**plain, bias=bias, scale=scale, implementation="mosaic_gpu")
+
+
 def _cudnn(shape: AttentionShape, names, *inputs):
     """The library's kernel; ALiBi as a bias in memory, which it needs."""
     given = dict(zip(names, inputs, strict=True))
@@ -102,6 +125,8 @@ def _cudnn(shape: AttentionShape, names, *inputs):
         i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
         distance = jnp.abs(i - j).astype(jnp.float32)[None, None]
         bias = (-given["alibi_slopes"][None, :, None, None] * distance).astype(q.dtype)
+    if shape.relative:
+        bias = _bias_by_difference(shape, given)
     lengths = given.get("lengths")
     return jax.nn.dot_product_attention(
         q,
@@ -117,7 +142,7 @@ def _cudnn(shape: AttentionShape, names, *inputs):
 
 
 def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
-    keys = jax.random.split(key, 6)
+    keys = jax.random.split(key, 8)
     b, t, s = shape.batch_size, shape.num_queries, shape.num_keys
     cache = (b, s, shape.num_kv_heads, shape.head_dim)
     shapes = [(b, t, shape.num_heads, shape.head_dim), cache, cache]
@@ -134,6 +159,10 @@ def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
         arrays.append(2.0 ** (-8 * (heads + 1) / shape.num_heads))
     if shape.bias_batch:
         arrays.append(jax.random.normal(keys[5], (shape.bias_batch, shape.num_heads, t, s), dtype))
+    if shape.relative:
+        one = (shape.num_heads, shape.head_dim)
+        arrays.append(jax.random.normal(keys[6], (t + s, *one), dtype))
+        arrays.append(jax.random.normal(keys[7], one, dtype))
     return tuple(arrays)
 
 

@@ -1,0 +1,108 @@
+"""The public depthwise convolution: what a caller may pass, and which implementation answers."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.depthwise import mosaic_gpu, xla
+from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
+from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
+
+
+def depthwise_convolution(
+    x: Float[Array, "B T D"],
+    kernel: Float[Array, "width D"],
+    offset: Float[Array, " D"] | None = None,
+    *,
+    activation: Activation | None = None,
+    sm_budget: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T D"]:
+    """Convolves every feature with its own kernel over time, and finishes in the same pass.
+
+    y[t] = activation(sum over k of kernel[k] x[t + k - (width - 1) // 2] + offset), with zeros
+    before and after a sequence. A BatchNorm with fixed statistics is a factor in the kernel and a
+    part of the offset.
+
+    Args:
+      x: Frames; f16 or bf16, and features in multiples of 256, for the kernel.
+      kernel: For each feature the weights of the frames seen, the earliest first, at most 33 for
+        the kernel; f32 is not rounded. An even number sees one frame more after its own than before
+        it.
+      offset: Added to each feature, of any floating dtype.
+      activation: See `gemm`.
+      sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
+      implementation: "mosaic_gpu", "xla", or None for the best that can.
+
+    Returns:
+      The convolved frames in the dtype of x; sums and activation are computed in f32.
+
+    Raises:
+      ValueError: Shapes that do not fit, an unknown activation, or a budget above the device's SMs.
+      TypeError: A dtype that is not floating.
+      NotImplementedError: The named implementation cannot do this.
+    """
+    check_depthwise_convolution(x, kernel, offset, activation)
+    sms = check_sm_budget("depthwise_convolution", sm_budget)
+
+    def by_kernel():
+        _require_kernel(x, kernel, implementation)
+        return _launch(x, kernel, offset, activation=activation, sms=sms)
+
+    def by_xla():
+        return xla.depthwise_convolution(x, kernel, offset, activation=activation)
+
+    arguments = {"x": x, "kernel": kernel, "offset": offset, "activation": activation}
+    return dispatch(
+        "depthwise_convolution",
+        implementation,
+        {"mosaic_gpu": by_kernel, "xla": by_xla},
+        arguments,
+    )
+
+
+# One launch is traced, lowered and compiled once for all its uses in a program.
+_launch = jax.jit(mosaic_gpu.depthwise_convolution, static_argnames=("activation", "sms"))
+
+
+def check_depthwise_convolution(x, kernel, offset, activation) -> None:
+    """Raises unless the operands of `depthwise_convolution` fit together; see there."""
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(
+            f"depthwise_convolution(x{x.shape}): frames are (B, T, D), none of them 0; reshape them"
+        )
+    if kernel.ndim != 2 or kernel.shape[0] < 1 or kernel.shape[1] != x.shape[2]:
+        raise ValueError(
+            f"depthwise_convolution(x{x.shape}, kernel{kernel.shape}): a kernel is (width, "
+            f"{x.shape[2]}); transpose it"
+        )
+    if offset is not None and offset.shape != x.shape[2:]:
+        raise ValueError(
+            f"depthwise_convolution(offset{offset.shape}): shape {x.shape[2:]}; one a feature"
+        )
+    for name, array in (("x", x), ("kernel", kernel), ("offset", offset)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"depthwise_convolution({name}: {array.dtype}): a floating dtype; cast it"
+            )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"depthwise_convolution(activation={activation!r}): no such activation; there are "
+            f"{', '.join(ACTIVATIONS)} and None; choose one"
+        )
+
+
+def _require_kernel(x, kernel, implementation: Implementation | None) -> None:
+    if implementation is None:
+        require_hopper("depthwise_convolution")
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        raise NotImplementedError(
+            f"depthwise_convolution(implementation='mosaic_gpu'): dtype is {x.dtype}; frames of "
+            "float16 and bfloat16 are streamed; cast, or use implementation='xla'"
+        )
+    if x.shape[2] % mosaic_gpu.FEATURES or kernel.shape[0] > mosaic_gpu.MAX_WIDTH:
+        raise NotImplementedError(
+            f"depthwise_convolution(implementation='mosaic_gpu'): {x.shape[2]} features and "
+            f"{kernel.shape[0]} weights; multiples of {mosaic_gpu.FEATURES} and at most "
+            f"{mosaic_gpu.MAX_WIDTH} fit; use implementation='xla'"
+        )
