@@ -133,7 +133,9 @@ class ConformerAttention(nnx.Module):
         content = self.content_bias[...].reshape(-1)
         if self.query.bias is not None:
             content = content + self.query.bias[...]
-        query = self._heads(gemm(inner, self.query.kernel[...], bias=content))
+        by = None if self.kernels.gemm == "pallas" else "xla"
+        kernel = self.query.kernel[...]
+        query = self._heads(gemm(inner, kernel, bias=content, implementation=by))
         rows = self.position(table.astype(inner.dtype)).reshape(-1, heads, size)
         # The position bias, less the content bias that the query already has.
         biases = (self.position_bias, self.content_bias)

@@ -114,7 +114,8 @@ class ConformerConvolution(nnx.Module):
     def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.parts is not None:
             value, gate = (part.kernel[...] for part in self.parts)
-            return gated_gemm(x, gate, value, activation="sigmoid")
+            by = None if self.kernels.gemm == "pallas" else "xla"
+            return gated_gemm(x, gate, value, activation="sigmoid", implementation=by)
         inner, gate = jnp.split(self.gated(x), 2, axis=-1)
         return inner * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
 
