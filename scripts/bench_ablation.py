@@ -176,8 +176,8 @@ def provenance(args: argparse.Namespace) -> dict:
 
     from pbjax.provenance import provenance_here
 
-    kind = jax.devices()[0].device_kind
-    found = asdict(provenance_here(kind, " ".join(["python", *sys.argv])))
+    words = [Path(word).name if Path(word) == args.out else word for word in sys.argv]
+    found = asdict(provenance_here(jax.devices()[0].device_kind, " ".join(["python", *words])))
     return found | ({"commit": args.commit} if args.commit else {})
 
 
