@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.arguments import whole
 from pallas_kernels.operation import as_operation
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -59,7 +60,28 @@ def dispatch[Out](
             f"{kernel}(implementation={implementation!r}): no such implementation; there are "
             f"{', '.join(map(repr, candidates))} and None for the best that can; name one of these"
         )
-    return candidates[implementation]()
+    if implementation == "xla":
+        return candidates["xla"]()
+    return _launch(kernel, candidates[implementation])
+
+
+def _launch[Out](kernel: str, candidate: Callable[[], Out]) -> Out:
+    """What a kernel that was named returns; on a device that cannot run it, a refusal by name.
+
+    While a program is traced for another device than the default one, such as an H200 from a
+    machine without a GPU, nothing is run, and nothing refused.
+    """
+    if jax.sharding.get_abstract_mesh().abstract_device is None and (
+        _default_device().platform == "gpu"
+    ):
+        require_hopper(kernel)
+    try:
+        return candidate()
+    except ValueError as error:
+        # What jax says of any kernel on a CPU, unless it interprets it.
+        if "interpret mode" in str(error):
+            require_hopper(kernel)
+        raise
 
 
 def _first[Out](candidates: Mapping[Implementation, Callable[[], Out]]) -> Out:
@@ -117,11 +139,7 @@ def check_sm_budget(kernel: str, sm_budget: int | None) -> int:
         sm_budget = default_sm_budget.value
     if sm_budget is None:
         return available
-    if isinstance(sm_budget, bool) or not isinstance(sm_budget, int):
-        raise TypeError(
-            f"{kernel}(sm_budget={sm_budget!r}): a {type(sm_budget).__name__}; an int from 1 to "
-            f"{available} or None; pass a Python int, it sets the grid"
-        )
+    sm_budget = whole(kernel, "sm_budget", sm_budget)
     if not 1 <= sm_budget <= available:
         raise ValueError(
             f"{kernel}(sm_budget={sm_budget}): the device has {available} SMs; 1 to {available} "

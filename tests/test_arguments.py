@@ -1,11 +1,17 @@
 """Arguments of a wrong type are refused by name, and numbers of any library are taken."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import models
 from models import checkpoint, companions, hf_folder
+from pallas_kernels import arguments as kernel_arguments
+from pallas_kernels import norm
+from pallas_kernels.attention import attention
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.gemm import gemm
 from pbjax import arguments
 from pbjax.errors import InputTypeError
 from pbjax.generation import prompts, sampling
@@ -86,3 +92,51 @@ def test_a_folder_is_a_path(monkeypatch, load, folder):
     monkeypatch.setattr(module, "find_folder", plain(hf_folder.find_folder))
     with pytest.raises(models.CheckpointError, match=r"folder .*: a \w+; a path is needed"):
         plain(load)(folder)
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None, True, [1]], ids=repr)
+def test_a_count_of_a_kernel_is_a_whole_number(value):
+    with pytest.raises(TypeError, match=r"attention\(window\): a \w+; a whole number"):
+        kernel_arguments.whole("attention", "window", value)
+    assert kernel_arguments.whole("attention", "window", np.int64(3)) == 3
+
+
+@pytest.mark.parametrize("value", ["1", None, True, [1.0]], ids=repr)
+def test_a_factor_of_a_kernel_is_a_number(value):
+    with pytest.raises(TypeError, match=r"gemm\(scale\): a \w+; a number"):
+        kernel_arguments.number("gemm", "scale", value)
+
+
+def test_numbers_of_a_kernel_are_known_while_tracing():
+    x = jnp.ones((8, 8))
+    with pytest.raises(TypeError, match=r"gemm\(scale\): a .*Tracer; .* known while tracing"):
+        jax.jit(lambda scale: plain(gemm)(x, x, scale=scale))(2.0)
+    assert plain(gemm)(x, x, scale=jnp.float32(2.0)).shape == (8, 8)
+
+
+def test_operands_of_kernels_are_arrays():
+    x, heads = jnp.ones((8, 8)), jnp.ones((1, 8, 1, 8))
+    calls = {
+        r"gemm\(x\): a list": lambda: plain(gemm)([1.0], x),
+        r"gemm\(bias\): a list": lambda: plain(gemm)(x, x, bias=[1.0]),
+        r"rms_norm\(scale\): a NoneType": lambda: plain(norm.rms_norm)(x, None, eps=0.0),
+        r"attention\(lengths\): a list": lambda: plain(attention)(heads, heads, heads, lengths=[8]),
+        r"decode_attention\(lengths\): a int": lambda: plain(decode_attention)(
+            heads, heads, heads, 8
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError, match=f"{message}; an array"):
+            call()
+
+
+def test_a_kernel_that_is_named_is_refused_by_name_where_it_cannot_run():
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"gemm\(.*the device is 'cpu'; .*'xla'"):
+        gemm(x, x, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="rms_norm"):
+        norm.rms_norm(x, x[0], eps=1e-5, implementation="mosaic_gpu")
+    jax.eval_shape(lambda x: gemm(x, x, implementation="mosaic_gpu"), x)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.arguments import number, whole
 from pallas_kernels.corun import mosaic_gpu
 from pallas_kernels.corun.tiles import tile_beside
 from pallas_kernels.decode_attention import decode_attention
@@ -86,6 +87,7 @@ def gemm_beside_norm(
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
     check_gemm(x, w, bias, residual, activation)
+    eps = number("gemm_beside_norm", "eps", eps)
     check_norm("gemm_beside_norm", norm_x, norm_residual, norm_scale, norm_bias, eps)
     if norm_bias is not None and not centred:
         raise ValueError(
@@ -193,6 +195,7 @@ def gemm_beside_decode_attention(
     check_gemm(x, w, bias, residual, activation)
     if gated:
         check_gemm(x, w_gate, None, None, activation)
+    first_sequence = whole("gemm_beside_decode_attention", "first_sequence", first_sequence)
     check_decode_attention(q, k, v, lengths, None, alibi_slopes, first_sequence)
     attention_scale = check_scale(q, attention_scale)
     ctas = dispatch.check_sm_budget("gemm_beside_decode_attention", sm_budget)

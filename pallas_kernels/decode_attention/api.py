@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_arrays, number, whole
 from pallas_kernels.decode_attention import mosaic_gpu, xla
 from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
 
@@ -57,6 +58,7 @@ def decode_attention(
     Source: Dao et al. 2023 (Flash-Decoding) for the split caches; Kwon et al. 2023 (PagedAttention)
     for the pages.
     """
+    first_sequence = whole("decode_attention", "first_sequence", first_sequence)
     check_decode_attention(q, k, v, lengths, page_table, alibi_slopes, first_sequence)
     scale = check_scale(q, scale)
     sms = check_sm_budget("decode_attention", sm_budget)
@@ -92,6 +94,10 @@ def check_decode_attention(
     q, k, v, lengths, page_table, alibi_slopes, first_sequence: int = 0
 ) -> None:
     """Raises unless the operands of `decode_attention` fit together; see there."""
+    needed = {"q": q, "k": k, "v": v, "lengths": lengths}
+    check_arrays(
+        "decode_attention", needed, {"page_table": page_table, "alibi_slopes": alibi_slopes}
+    )
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or 0 in q.shape + k.shape:
         raise ValueError(
             f"decode_attention(q{q.shape}, k{k.shape}, v{v.shape}): wrong ranks, empty, or unequal "
@@ -128,12 +134,13 @@ def check_scale(q, scale: float | None) -> float:
     """Returns the factor of the scores; raises ValueError unless it is positive and finite."""
     if scale is None:
         return 1 / math.sqrt(q.shape[-1])
+    scale = number("decode_attention", "scale", scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(
             f"decode_attention(scale={scale}): the kernel takes maxima before it scales; a "
             "positive finite number is allowed; correct it"
         )
-    return float(scale)
+    return scale
 
 
 def _check_sequences(batch_size: int, cache, page_table, first: int) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
@@ -57,6 +58,7 @@ def gemm(
         device lacks.
       NotImplementedError: The named implementation cannot do this shape, dtype or device.
     """
+    scale = number("gemm", "scale", scale)
     check_gemm(x, w, bias, residual, activation)
     ctas = dispatch.check_sm_budget("gemm", sm_budget)
     residuals = None if residual is None else [residual]
@@ -163,6 +165,7 @@ def grouped_gemm(
       ValueError: As for `gemm`; no input or more than eight, or another number of residuals.
       NotImplementedError: As for `gemm`.
     """
+    scale = number("grouped_gemm", "scale", scale)
     check_groups(xs, residuals, gated=w_gate is not None, plain=bias is None and scale == 1.0)
     for x, residual in zip(xs, residuals or [None] * len(xs), strict=True):
         check_gemm(x, w, bias, residual, activation)
@@ -266,7 +269,8 @@ def check_groups(xs, residuals, *, gated: bool, plain: bool) -> None:
 
 
 def check_gemm(x, w, bias, residual, activation) -> None:
-    """Raises ValueError unless the operands of a GEMM fit together."""
+    """Raises ValueError unless the operands of a GEMM fit together, TypeError for no arrays."""
+    check_arrays("gemm", {"x": x, "w": w}, {"bias": bias, "residual": residual})
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
             f"gemm(x: {x.shape}, w: {w.shape}): x is (..., K) with at least one axis of rows, w "

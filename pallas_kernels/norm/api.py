@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import dispatch
+from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.norm import mosaic_gpu, xla
 from pallas_kernels.norm.mosaic_gpu import LARGEST, Tile, tile_for
 
@@ -259,7 +260,8 @@ def _quantized(kernel, x, residual, scale, bias, eps, centred, options, dtype) -
 
 
 def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
-    """Raises ValueError unless the operands of a norm fit together."""
+    """Raises ValueError unless the operands of a norm fit together, TypeError for no arrays."""
+    check_arrays(kernel, {"x": x, "scale": scale}, {"residual": residual, "bias": bias})
     if x.ndim < 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"{kernel}(x: {x.dtype}{x.shape}): floating rows (..., D) of at least one value are "
@@ -285,6 +287,7 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
 def _dispatch(
     kernel, x, residual, scale, bias, eps, centred, sm_budget, implementation, tile, dtype=None
 ) -> tuple[Array, ...]:
+    eps = number(kernel, "eps", eps)
     check_norm(kernel, x, residual, scale, bias, eps)
     ctas = dispatch.check_sm_budget(kernel, sm_budget)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
