@@ -13,12 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from models import FAMILIES
 from models.checkpoint import find_family
+from models.conformer import ConformerEncoder
+from models.conformer_config import ConformerConfig
 from models.decoder import CausalDecoder
 from models.errors import CheckpointError, InputError
 from models.example_values import fill_inputs, fill_module
@@ -40,6 +43,7 @@ PRESETS = {
     "bloom-3b": ("bloom", "bloom_3b"),
     "bloom-560m": ("bloom", "bloom_560m"),
     "bloom-7b1": ("bloom", "bloom_7b1"),
+    "conformer-l": ("conformer", "conformer_l"),
     "conformer-large": ("wav2vec2-conformer", "large"),
     "conformer-large-rotary": ("wav2vec2-conformer", "large_rotary"),
     "gpt2": ("gpt2", "small"),
@@ -225,7 +229,7 @@ def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = No
     canonical_dtype(dtype, f"roofline({source})")
     if source in PRESETS:
         model_type, constructor = PRESETS[source]
-        family = importlib.import_module(FAMILIES[model_type]).FAMILY
+        family = _family(model_type)
         config = getattr(family.config, constructor)()
     else:
         family, config = _from_folder(Path(source))
@@ -233,6 +237,19 @@ def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = No
         config = _with_layers(config, num_layers)
     module = nnx.eval_shape(lambda: family.build(config, dtype))
     return ModelShape(name=source, family=family, config=config, module=module)
+
+
+def _family(model_type: str) -> Family:
+    if model_type != "conformer":
+        return importlib.import_module(FAMILIES[model_type]).FAMILY
+    # The encoder of Gulati et al. by itself has no checkpoints: it takes frames, not audio.
+    return replace(
+        importlib.import_module(FAMILIES["wav2vec2-conformer"]).FAMILY,
+        model_type=model_type,
+        config=ConformerConfig,
+        build=lambda config, dtype: ConformerEncoder(config, dtype=dtype, rngs=nnx.Rngs(0)),
+        example=lambda config: {"hidden_states": np.zeros((2, 16, config.embed_dim), np.float32)},
+    )
 
 
 def _with_layers(config: Any, num_layers: int) -> object:

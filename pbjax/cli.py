@@ -22,6 +22,8 @@ from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
 from pbjax.cli_inference import classify, embed, generate, transcribe
 from pbjax.cli_roofline import roofline
+from pbjax.cli_search import profile as profile_command
+from pbjax.cli_search import search as search_command
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -243,5 +245,14 @@ def _exit_code(error: Exception) -> int | None:
     return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)
 
 
-for command in (generate, embed, classify, transcribe, roofline, calibrate):
+for command in (
+    profile_command,
+    search_command,
+    generate,
+    embed,
+    classify,
+    transcribe,
+    roofline,
+    calibrate,
+):
     app.command()(_exit_codes()(command))

@@ -1,22 +1,35 @@
 """Facts about lists of operations: when two are equal, and what is alive between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
 
+from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.trace import Atom, Aval, Operation
 
 
 def signature(operation: Operation, avals: Sequence[Aval]) -> tuple[object, ...]:
-    """What makes two operations equal: primitive, parameters, shapes, dtypes and literals."""
+    """What makes two operations equal: primitive, parameters, shapes, dtypes and literals.
+
+    A kernel of ours is known by its name and the arguments that it was given. How it computes them,
+    here and on a GPU, is no part of it: a table outlives a kernel that got another option.
+    """
     operands = tuple(
         f"literal {np.asarray(a.val)!r}" if isinstance(a, Literal) else _shape(avals[a])
         for a in operation.inputs
     )
     results = tuple(_shape(avals[i]) for i in operation.outputs)
-    params = tuple((k, str(v)) for k, v in sorted(operation.params.items()))
-    return operation.primitive, params, operands, results
+    return operation.primitive, _parameters(operation), operands, results
+
+
+def _parameters(operation: Operation) -> tuple[tuple[str, str], ...]:
+    params: Mapping[str, Any] = operation.params
+    if operation.primitive == KERNEL and params["arguments"]:
+        given = {name: value for name, value in params["arguments"] if value is not None}
+        return ("name", params["name"]), ("arguments", str(given))
+    return tuple((name, str(value)) for name, value in sorted(params.items()))
 
 
 def _shape(aval: Aval) -> str:

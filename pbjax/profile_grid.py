@@ -13,9 +13,9 @@ from pbjax.outline import Outline, StageInfo
 from pbjax.profile_rows import measured_size
 
 GRID_POINTS = 8
-# Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 24 and 40. Fewer
-# cannot read much, and what is taken from a matrix product lengthens it.
-GUEST_SHARES = (0.18, 0.3)
+# Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 40, the best of
+# those tried for a matrix product beside a stream of 2 GB. A share more costs a minute of measuring.
+GUEST_SHARES = (0.3,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +105,13 @@ def single_runs(
     """The stages to measure alone, in program order.
 
     Every stage at the sizes of the grid; those that `paired_runs` gives a budget also at that, from
-    a quarter to three quarters of the batch: no sub-batch beside another is much larger or smaller.
-    The arguments are those of `paired_runs`.
+    a third to two thirds of the batch: sub-batches beside each other are nearly alike. The
+    arguments are those of `paired_runs`.
     """
     pairs = paired_runs(outline, batch_size, num_sms, takers)
     budgets = {(run.stage.fingerprint, run.sm_budget) for pair in pairs for run in pair}
     sizes = grid(batch_size)
-    middle = {b for b in sizes if batch_size <= 4 * b <= 3 * batch_size} | {*pair_sizes(batch_size)}
+    middle = {b for b in sizes if batch_size <= 3 * b <= 2 * batch_size} | {*pair_sizes(batch_size)}
     runs = [
         Run(stage=stage, batch_size=size, sm_budget=budget)
         for stage in outline.stages

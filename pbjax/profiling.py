@@ -185,11 +185,14 @@ def find_profile(
 
 
 def find_profiles(device_slug: str, folders: Sequence[Path] = _FOLDERS) -> tuple[Path, ...]:
-    """The files of all models' tables for a device; of two of one name the first, as above."""
+    """The files of all models' tables for a device; of two of one name the first, as above.
+
+    Benchmark results lie beside them; only tables have pairs of stages.
+    """
     named: dict[str, Path] = {}
     for folder in folders:
         for path in sorted((folder / device_slug).glob("*.json")):
-            if not path.name.startswith("bench_"):
+            if '"corun": [' in path.read_text(encoding="utf-8"):
                 named.setdefault(path.name, path)
     return tuple(named.values())
 

@@ -33,19 +33,19 @@ _NO_GPU = ("", 0, 0)
 
 
 def _gpu_state() -> tuple[str, int, int]:
-    """Driver, highest SM clock in MHz, power limit in W; unknown where NVML is not installed."""
+    """Driver, highest SM clock in MHz, power limit in W; unknown where nvidia-smi is not there."""
+    query = ["--query-gpu=driver_version,clocks.max.sm,power.limit", "--id=0"]
     try:
-        import pynvml  # pyrefly: ignore[missing-import]
-    except ImportError:
+        done = subprocess.run(
+            ["nvidia-smi", *query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        driver, clock, limit = done.stdout.split(", ")
+        return driver, round(float(clock)), round(float(limit))
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return _NO_GPU
-    pynvml.nvmlInit()
-    try:
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        clock = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-        limit = pynvml.nvmlDeviceGetPowerManagementLimit(gpu)
-        return pynvml.nvmlSystemGetDriverVersion(), clock, limit // 1000
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _commit() -> str:

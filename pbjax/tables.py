@@ -20,6 +20,7 @@ from pbjax.phases import Phases
 from pbjax.profile_grid import paired_runs, single_runs
 from pbjax.profiling import (
     Profile,
+    Run,
     StageInfo,
     fill,
     fill_corun,
@@ -77,42 +78,80 @@ def measured_table(
       DeviceError: The table is of another device kind; its seconds say nothing here, and writing
         to its file would lose them.
     """
+    return prepare_table(analysis, leaves, profile, phases, command).measure(phases)
+
+
+def prepare_table(
+    analysis: Analysis,
+    leaves: Sequence[Array],
+    profile: Profile | str | os.PathLike[str] | None,
+    phases: Phases,
+    command: str = "",
+) -> "PreparedTable":
+    """Compiles what `measured_table` measures, with its arguments, and raises what it does."""
     path = None if profile is None or isinstance(profile, Profile) else Path(profile)
     known = profile if isinstance(profile, Profile) else _read(analysis, path)
-    batch_size = analysis.batch.batch_size
-    command = command or f"pbjax.optimize({analysis.model.name}, batch of {batch_size})"
+    command = command or (
+        f"pbjax.optimize({analysis.model.name}, batch of {analysis.batch.batch_size})"
+    )
     here = Profile(provenance=provenance_here(analysis.device.kind, command))
     warning = _check(analysis, known) if known else ""
     start = known.merge(here) if known else here
-    table = _completed(start, analysis, leaves, phases, path)
-    return Measurements(
-        profile=table,
-        outline=analysis.outline,
-        relabelled=relabelled(analysis.outline, table, batch_size, analysis.device),
-        rows_measured=len(table.rows) + len(table.corun) - len(start.rows) - len(start.corun),
+    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
+    wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
+    runs = missing_runs(start, single_runs(analysis.outline, *wanted))
+    pairs = missing_pairs(start, paired_runs(analysis.outline, *wanted))
+    with phases.phase("compile stages") as report:
+        timer.prepare([*((run,) for run in runs), *pairs], report)
+    return PreparedTable(
+        analysis=analysis,
+        start=start,
+        runs=runs,
+        pairs=pairs,
+        timer=timer,
+        path=path,
         warning=warning,
     )
 
 
-def _completed(
-    table: Profile,
-    analysis: Analysis,
-    leaves: Sequence[Array],
-    phases: Phases,
-    path: Path | None,
-) -> Profile:
-    """Compiles everything first, so that nothing compiles beside a measurement, then measures."""
-    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
-    wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
-    runs = missing_runs(table, single_runs(analysis.outline, *wanted))
-    pairs = missing_pairs(table, paired_runs(analysis.outline, *wanted))
-    save = None if path is None else lambda table: table.save(path)
-    with phases.phase("compile stages") as report:
-        timer.prepare([*((run,) for run in runs), *pairs], report)
-    with phases.phase("profile") as report:
-        table = fill(table, runs, timer, progress=report, on_row=save)
-    with phases.phase("profile pairs") as report:
-        return fill_corun(table, pairs, timer.pair, progress=report, on_row=save)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTable:
+    """A table whose missing rows are compiled: nothing compiles beside a measurement.
+
+    Attributes:
+      analysis: The model.
+      start: What is known.
+      runs: Stages to measure alone.
+      pairs: Stages to measure side by side.
+      timer: With all of them compiled.
+      path: Where the table is saved after every row, or None.
+      warning: As in `Measurements`.
+    """
+
+    analysis: Analysis
+    start: Profile
+    runs: tuple[Run, ...]
+    pairs: tuple[tuple[Run, Run], ...]
+    timer: StageTimer
+    path: Path | None
+    warning: str
+
+    def measure(self, phases: Phases) -> Measurements:
+        """Measures what is missing; the device should run nothing else."""
+        path, start, analysis = self.path, self.start, self.analysis
+        save = None if path is None else lambda table: table.save(path)
+        with phases.phase("profile") as report:
+            table = fill(start, self.runs, self.timer, progress=report, on_row=save)
+        with phases.phase("profile pairs") as report:
+            table = fill_corun(table, self.pairs, self.timer.pair, progress=report, on_row=save)
+        size, device = analysis.batch.batch_size, analysis.device
+        return Measurements(
+            profile=table,
+            outline=analysis.outline,
+            relabelled=relabelled(analysis.outline, table, size, device),
+            rows_measured=len(table.rows) + len(table.corun) - len(start.rows) - len(start.corun),
+            warning=self.warning,
+        )
 
 
 def _takers(analysis: Analysis) -> set[str]:

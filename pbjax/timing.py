@@ -246,8 +246,8 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
     """Seconds of a short function: of its kernels on a GPU, by the wall clock elsewhere."""
     if jax.default_backend() != "gpu":
         return time_function(function, *args)
-    wall_s = time_function(function, *args, samples=1).median_s
-    calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(wall_s)))
+    jax.block_until_ready(function(*args))
+    calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(_sample(function, args, 1))))
     kernels = traced_kernels(function, args, calls)
     return summary(busy_seconds([(k.start_s, k.end_s) for k in kernels], calls))
 

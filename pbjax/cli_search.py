@@ -1,0 +1,195 @@
+"""The commands `pbjax profile` and `pbjax search`: tables, and plans from them without a GPU.
+
+`profile` measures the stages of a model on the device of JAX; `search` plans for a device that need
+not be there, from a table that was measured on one. Both take models by the name of a preset or by
+a folder with a config.json, with random weights or none, up to their last hidden states.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pbjax.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    from pbjax.analysis import Analysis
+    from pbjax.device import Device
+    from pbjax.profiling import Profile
+
+Model = Annotated[
+    str, typer.Option(help="A preset, such as bert-base, or a folder with a config.json.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
+Seq = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens or frames of a row; the usual ones of a benchmark if absent."),
+]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def profile(
+    model: Model,
+    batch: Batch,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    device: Annotated[
+        str | None, typer.Option(help="What this device must be; any that is there if absent.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Table to write, or complete; MODEL.json of this folder if absent."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the stages of a model on this device, alone and side by side."""
+    from pbjax.forward_pass import ForwardPass
+    from pbjax.phases import Phases
+    from pbjax.progress import ProgressPrinter
+    from pbjax.tables import measured_table
+
+    began = time.perf_counter()
+    here = _this_device(device)
+    asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
+    path = out or Path(f"{asked.name}.json")
+    with ProgressPrinter() as progress:
+        phases = Phases(progress)
+        with phases.phase("analyse"):
+            analysis, leaves = asked.filled(here)
+        found = measured_table(analysis, leaves, path, phases, asked.command(here))
+    seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
+    if found.warning:
+        print(found.warning, file=sys.stderr)
+    document = {
+        "table": str(path),
+        "device_kind": here.kind,
+        "rows": len(found.profile.rows),
+        "pairs": len(found.profile.corun),
+        "measured": found.rows_measured,
+        "seconds": round(time.perf_counter() - began, 1),
+        "phases": seconds,
+    }
+    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here)))
+
+
+def search(
+    model: Model,
+    device: Annotated[str, typer.Option(help="Kind of device, such as nvidia-h200.")],
+    batch: Batch,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    table: Annotated[
+        Path | None, typer.Option("--profile", help="Measured table; the shipped one if absent.")
+    ] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Also predict every split, to check the search.")
+    ] = False,
+    save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search how to run a batch on a device, from its measured table; no device is needed."""
+    from pbjax.device import find_device
+    from pbjax.forward_pass import ForwardPass
+    from pbjax.search import SearchOptions
+    from pbjax.search import search as run
+    from pbjax.searched_plan import document_of, plan_of, plan_text
+
+    target = find_device(device)  # before what takes longer
+    asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
+    path = table or _shipped(target, asked.name)
+    measured = _table(path, target)
+    analysis = asked.in_shapes(target)
+    measured = measured.only(analysis.outline)
+    _require_rows(analysis, measured, path, asked.command(target))
+    options = SearchOptions(memory_limit_bytes=target.memory_bytes)
+    found = run(analysis.outline, measured, batch, options)
+    plan = plan_of(analysis, measured, found)
+    best = run(analysis.outline, measured, batch, options, "exhaustive") if exhaustive else None
+    if save_plan is not None:
+        plan.save(save_plan)
+        print(f"written: {save_plan}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(document_of(plan, found, best)))
+    else:
+        print(plan_text(plan, measured, found, best, title=asked.name))
+
+
+def _this_device(wanted: str | None) -> "Device":
+    import os
+
+    import jax
+
+    from pbjax.device import find_device
+
+    here = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
+    if wanted is not None and find_device(wanted).kind != here.kind:
+        raise DeviceError(
+            f"pbjax profile --device {wanted}: the first device of JAX is {here.kind!r}; a table "
+            "is measured on its device; run this there, or leave out --device"
+        )
+    return here
+
+
+def _shipped(device: "Device", name: str) -> Path:
+    from pbjax.profiling import find_profile, find_profiles
+
+    path = find_profile(device.slug, name)
+    if path is None:
+        there = ", ".join(each.stem for each in find_profiles(device.slug)) or "none"
+        raise InputError(
+            f"pbjax search --device {device.slug} --model {name}: no table of this model ships "
+            f"for this device; there are tables of {there}; measure one on that device with "
+            "`pbjax profile`, and give it by --profile"
+        )
+    return path
+
+
+def _table(path: Path, device: "Device") -> "Profile":
+    import jax
+
+    from pbjax.profiling import Profile, usable_rows
+
+    table = Profile.load(path)
+    kind = table.provenance.device_kind
+    if kind != device.kind:
+        raise DeviceError(
+            f"pbjax search --device {device.slug}: the table {path} is of {kind!r}; seconds of one "
+            "device say nothing of another; name its device, or give a table of this one by "
+            "--profile"
+        )
+    warning = usable_rows(table, kind, jax.__version__).warning
+    if warning:
+        print(warning, file=sys.stderr)
+    return table
+
+
+def _require_rows(analysis: "Analysis", table: "Profile", path: Path, command: str) -> None:
+    """Raises InputError where the table does not know every stage at this batch."""
+    known = {row.fingerprint for row in table.rows}
+    missing = [s.name for s in analysis.outline.stages if s.fingerprint not in known]
+    batch = analysis.batch.batch_size
+    if missing:
+        raise InputError(
+            f"pbjax search: the table {path} has no rows of {', '.join(missing)} as they are at a "
+            f"batch of {batch}; every stage must have been measured, at this length and dtype; "
+            f"measure them on the device: {command}"
+        )
+    largest = min(table.curve(stage).sizes[-1] for stage in analysis.outline.stages)
+    if batch > largest:
+        raise InputError(
+            f"pbjax search --batch {batch}: the table {path} reaches {largest} rows; batches up to "
+            f"that are allowed; measure more on the device: {command}"
+        )
+
+
+def _profile_text(document: dict[str, Any], command: str) -> str:
+    phases = ", ".join(f"{name} {seconds} s" for name, seconds in document["phases"].items())
+    return (
+        f"{document['device_kind']}: {document['rows']} rows and {document['pairs']} pairs, "
+        f"{document['measured']} of them new, in {document['seconds']} s ({phases})\n"
+        f"written: {document['table']}\nagain: {command}"
+    )

@@ -1,0 +1,177 @@
+"""What a search found without the device: as a plan, as text and as plain data."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import jax
+
+from pbjax.analysis import Analysis
+from pbjax.outline import Outline
+from pbjax.plan import Plan, Seconds
+from pbjax.profile_table import Profile
+from pbjax.search import Candidate, SearchResult
+from pbjax.throughput import Evaluator
+
+
+def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
+    """The plan that a search predicts to be fastest; nothing in it was measured as a whole.
+
+    Args:
+      analysis: The model.
+      profile: Its measured table.
+      found: What was searched.
+
+    Returns:
+      The plan, with the best split beside the unsplit program whichever is kept.
+    """
+    whole, split = found.by_count[1], best_split(found)
+    shown = split or whole
+    return Plan(
+        model=analysis.model.name,
+        fingerprint=analysis.fingerprint,
+        device_kind=profile.provenance.device_kind,
+        jax=jax.__version__,
+        batch_size=analysis.batch.batch_size,
+        sizes=shown.split.sizes,
+        staggers=shown.staggers,
+        sm_budgets=dict(shown.sm_budgets),
+        unroll=1,
+        compiler_options={},
+        decision="split" if split is not None and split is found.best else "unsplit",
+        reason=reason(whole, split, sequential_seconds(analysis.outline, profile, split)),
+        digest=found.digest,
+        predicted=Seconds(
+            unsplit=whole.prediction.makespan_s,
+            sequential=sequential_seconds(analysis.outline, profile, split),
+            split=split.prediction.makespan_s if split else None,
+        ),
+        measured=Seconds(),
+        max_difference=None,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def best_split(found: SearchResult) -> Candidate | None:
+    """The best candidate with two or three sub-batches; None if the batch cannot be split."""
+    several = [candidate for count, candidate in found.by_count.items() if count > 1]
+    if found.best in several:
+        return found.best
+    return min(several, key=lambda candidate: candidate.prediction.makespan_s, default=None)
+
+
+def sequential_seconds(outline: Outline, profile: Profile, split: Candidate | None) -> float | None:
+    """Predicted seconds of the same sub-batches one after the other, without budgets."""
+    if split is None:
+        return None
+    return sum(map(Evaluator(outline, profile).chain_seconds, split.split.sizes))
+
+
+def reason(whole: Candidate, split: Candidate | None, sequential_s: float | None) -> str:
+    """Why the unsplit batch or a split is predicted to be fastest, in a sentence."""
+    if split is None or sequential_s is None:
+        return "a batch of this size cannot be split"
+    unsplit_s, split_s = whole.prediction.makespan_s, split.prediction.makespan_s
+    ideal_s = split.prediction.ideal_s
+    if not unsplit_s:
+        return "the table says that nothing takes any time"
+    costs = sequential_s / unsplit_s - 1
+    gains = sequential_s - split_s
+    sizes = " + ".join(map(str, split.split.sizes))
+    figures = (
+        f"splitting into {sizes} lengthens the kernels by {costs:.1%}, and running them side by "
+        f"side gives back {gains / unsplit_s:.1%}"
+    )
+    if split_s < unsplit_s:
+        return f"{figures}: predicted {unsplit_s / split_s:.3f}x faster than unsplit"
+    bound = f"; were classes to overlap wholly, it would be {unsplit_s / ideal_s:.3f}x"
+    return f"{figures}: predicted {unsplit_s / split_s:.3f}x of the unsplit speed{bound}"
+
+
+def document_of(plan: Plan, found: SearchResult, best: SearchResult | None) -> dict[str, object]:
+    """The plan and how it was found, as JSON takes it.
+
+    Args:
+      plan: The plan.
+      found: What was searched.
+      best: The exhaustive search, if there was one.
+    """
+    document: dict[str, object] = {
+        "plan": asdict(plan),
+        "search": _search_of(found),
+        "candidates": [_candidate_of(each) for each in found.by_count.values()],
+    }
+    if best is not None:
+        document["exhaustive"] = _search_of(best) | _candidate_of(best.best)
+    return document
+
+
+def _search_of(found: SearchResult) -> dict[str, object]:
+    return {
+        "seconds": found.seconds,
+        "evaluations": found.evaluations,
+        "bounds": found.bounds,
+        "dropped": found.dropped,
+    }
+
+
+def _candidate_of(candidate: Candidate) -> dict[str, object]:
+    return {
+        "sizes": candidate.split.sizes,
+        "staggers": candidate.staggers,
+        "sm_budgets": dict(candidate.sm_budgets),
+        "predicted_s": candidate.prediction.makespan_s,
+    }
+
+
+def plan_text(
+    plan: Plan, profile: Profile, found: SearchResult, best: SearchResult | None, *, title: str
+) -> str:
+    """The plan as a person reads it.
+
+    Args:
+      plan: The plan.
+      profile: The table that it rests on.
+      found: What was searched.
+      best: The exhaustive search, if there was one.
+      title: What the model is called.
+    """
+    where = profile.provenance
+    lines = [
+        f"{title} on {plan.device_kind}, batch {plan.batch_size}; table of {where.date[:10]}, jax "
+        f"{where.jax}, {len(profile.rows)} rows, {len(profile.corun)} pairs",
+        f"plan: {plan.decision}",
+        f"why: {plan.reason}",
+        "",
+        f"{'':12} {'sizes':>16} {'staggers':>9} {'SM budgets':>22} {'predicted ms':>13}",
+    ]
+    lines += [_line(_name(each), each) for each in found.by_count.values()]
+    if plan.predicted.sequential is not None:
+        sizes, sequential_ms = " + ".join(map(str, plan.sizes)), 1e3 * plan.predicted.sequential
+        lines.append(f"{'in sequence':12} {sizes:>16} {'':>9} {'':>22} {sequential_ms:13.3f}")
+    if best is not None:
+        lines.append(_line("exhaustive", best.best))
+    lines += [
+        "",
+        f"searched in {found.seconds:.3f} s: {found.evaluations} predictions, "
+        f"{found.bounds} bounds; {found.dropped} dropped for memory",
+    ]
+    return "\n".join(lines)
+
+
+def _name(candidate: Candidate) -> str:
+    return "unsplit" if len(candidate.split.sizes) == 1 else f"in {len(candidate.split.sizes)}"
+
+
+def _line(name: str, candidate: Candidate) -> str:
+    sizes = " + ".join(map(str, candidate.split.sizes))
+    staggers = ", ".join(map(str, candidate.staggers))
+    budgets = _budgets(candidate.sm_budgets)
+    return (
+        f"{name:12} {sizes:>16} {staggers:>9} {budgets:>22} "
+        f"{1e3 * candidate.prediction.makespan_s:13.3f}"
+    )
+
+
+def _budgets(budgets: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {sms}" for name, sms in budgets.items()) or "none"
