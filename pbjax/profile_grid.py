@@ -14,7 +14,7 @@ from pbjax.profile_rows import measured_size
 
 GRID_POINTS = 8
 # Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 40, the best of
-# those tried for a matrix product beside a stream of 2 GB. A share more costs a minute of measuring.
+# those tried for a matrix product beside a stream of 2 GB.
 GUEST_SHARES = (0.3,)
 
 

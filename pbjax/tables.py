@@ -19,9 +19,11 @@ from pbjax.outline import Outline
 from pbjax.phases import Phases
 from pbjax.profile_grid import paired_runs, single_runs
 from pbjax.profiling import (
+    PairTimer,
     Profile,
     Run,
     StageInfo,
+    Timer,
     fill,
     fill_corun,
     find_profiles,
@@ -109,6 +111,7 @@ def prepare_table(
         runs=runs,
         pairs=pairs,
         timer=timer,
+        pair_timer=timer.pair,
         path=path,
         warning=warning,
     )
@@ -123,7 +126,8 @@ class PreparedTable:
       start: What is known.
       runs: Stages to measure alone.
       pairs: Stages to measure side by side.
-      timer: With all of them compiled.
+      timer: Times a stage, which is compiled.
+      pair_timer: Times two.
       path: Where the table is saved after every row, or None.
       warning: As in `Measurements`.
     """
@@ -132,7 +136,8 @@ class PreparedTable:
     start: Profile
     runs: tuple[Run, ...]
     pairs: tuple[tuple[Run, Run], ...]
-    timer: StageTimer
+    timer: Timer
+    pair_timer: PairTimer
     path: Path | None
     warning: str
 
@@ -143,7 +148,7 @@ class PreparedTable:
         with phases.phase("profile") as report:
             table = fill(start, self.runs, self.timer, progress=report, on_row=save)
         with phases.phase("profile pairs") as report:
-            table = fill_corun(table, self.pairs, self.timer.pair, progress=report, on_row=save)
+            table = fill_corun(table, self.pairs, self.pair_timer, progress=report, on_row=save)
         size, device = analysis.batch.batch_size, analysis.device
         return Measurements(
             profile=table,
