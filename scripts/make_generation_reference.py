@@ -14,11 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
+# torch and transformers are imported where they are used, so that --help needs neither.
 import numpy as np
-import PIL
-import torch
-import transformers
-from PIL import Image
 
 SEED = 20
 LENGTHS = (3, 8, 5)
@@ -28,6 +25,8 @@ PENALTY = 1.3
 
 def generate(folder: Path, num_tokens: int) -> dict[str, object]:
     """Returns prompts and their continuations by one tiny decoder."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     generator = np.random.default_rng(SEED)
     prompts = [generator.integers(1, 96, length).tolist() for length in LENGTHS]
@@ -47,6 +46,8 @@ def generate(folder: Path, num_tokens: int) -> dict[str, object]:
 
 def run(model, ids, mask, num_tokens, penalty=1.0) -> tuple[list[list[int]], float]:
     """Returns the new tokens of each row and the least margin of all choices."""
+    import torch
+
     with torch.no_grad():
         output = model.generate(
             input_ids=torch.tensor(ids),
@@ -65,6 +66,9 @@ def run(model, ids, mask, num_tokens, penalty=1.0) -> tuple[list[list[int]], flo
 
 def preprocess() -> dict[str, np.ndarray]:
     """Returns inputs of ViT, wav2vec2-conformer and Parakeet, and what they become."""
+    import transformers
+    from PIL import Image
+
     generator = np.random.default_rng(SEED)
     pixels = generator.integers(0, 256, (31, 23, 3)).astype(np.uint8)
     images = {}
@@ -96,6 +100,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the references of generation.")
     parser.add_argument("target", type=Path, help="the folder, usually tests/data")
     target = parser.parse_args().target
+    import PIL
+    import torch
+    import transformers
+
     torch.set_num_threads(1)
     versions = {
         "origin": f"transformers {transformers.__version__}",

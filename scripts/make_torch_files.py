@@ -11,15 +11,19 @@ in the format before PyTorch 1.6. A second run writes the same state.bin and exp
 """
 
 import argparse
-from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
-def state_dict() -> OrderedDict[str, torch.Tensor]:
+def state_dict() -> "dict[str, torch.Tensor]":
     """Returns a state dict as modules have them, with what it says of their versions."""
+    import torch
+
     base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     state = torch.nn.BatchNorm1d(4).state_dict()
     state["f32"] = base
@@ -39,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the PyTorch files of the tests.")
     parser.add_argument("target", type=Path, help="the folder, usually tests/data/torch")
     target = parser.parse_args().target
+    import torch
+
     target.mkdir(parents=True, exist_ok=True)
     state = state_dict()
     torch.save(state, target / "state.bin")
