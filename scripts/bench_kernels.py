@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    pool.require_gpu()
     kernels, start = tuple(args.kernels), time.time()
     cases = load_cases(kernels, args.pattern)
     items = [i for i, case in enumerate(cases) if case.opponents]

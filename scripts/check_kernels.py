@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     args = parser.parse_args()
+    pool.require_gpu()
     start, cases = time.time(), load_cases(tuple(args.kernels), args.pattern)
     prepare = functools.partial(_prepare, tuple(args.kernels), args.pattern, args.seed)
     measure = functools.partial(_check, args.repeats)

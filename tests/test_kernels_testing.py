@@ -137,3 +137,11 @@ def test_a_budget_the_device_lacks_is_refused(budget):
 def test_a_budget_that_is_no_integer_is_refused(budget):
     with pytest.raises(TypeError, match="sm_budget"):
         dispatch.check_sm_budget("op", budget)
+
+
+def test_scripts_that_need_a_gpu_say_so_where_there_is_none(monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    pool = importlib.import_module("kernel_cases.pool")
+    with pytest.raises(SystemExit, match="no NVIDIA GPU"):
+        pool.require_gpu()

@@ -3,8 +3,21 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Empty
 from typing import Any
+
+
+def require_gpu() -> None:
+    """Ends the script where there is no NVIDIA GPU; jax would say so once for every case.
+
+    Asks no library: a process that has opened the GPU disturbs those that measure.
+    """
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/dev/nvidiactl").exists():
+        raise SystemExit(
+            "no NVIDIA GPU here, or JAX_PLATFORMS=cpu; kernels need a Hopper GPU (sm_90a); run "
+            "this where one is"
+        )
 
 
 def run(
