@@ -244,11 +244,15 @@ def phases_section(phases: Sequence[Phase]) -> str:
 
 def decision_section(report: Report) -> str:
     """Which program runs, and why."""
+    plan = report.plan
     lines = [f"warning: {warning}" for warning in report.warnings]
-    if report.plan.max_difference is not None:
-        difference = f"{report.plan.max_difference:.2e}"
+    # A plan that was given brings figures of its own day; nothing was timed now.
+    given = not report.programs and any(asdict(plan.measured).values())
+    origin = f", by a plan of {plan.date}, not measured again" if given else ""
+    if plan.max_difference is not None:
+        difference = f"{plan.max_difference:.2e}{origin}"
         lines.append(f"largest difference from the outputs of the model as given: {difference}")
-    lines.append(f"decision: {report.plan.decision}: {report.plan.reason}")
+    lines.append(f"decision: {plan.decision}{origin}: {plan.reason}")
     return "\n".join(lines)
 
 
