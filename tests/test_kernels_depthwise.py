@@ -135,9 +135,10 @@ def test_budget_above_the_device_is_refused():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((zeros(1, 8, 256, dtype=jnp.float32), zeros(3, 256)), "float16 and bfloat16"),
-        ((zeros(1, 8, 128), zeros(3, 128)), "multiples of 256"),
-        ((zeros(1, 8, 256), zeros(34, 256)), "at most 33"),
+        ((zeros(1, 8, 512, dtype=jnp.float32), zeros(3, 512)), "float16 and bfloat16"),
+        ((zeros(1, 8, 640), zeros(3, 640)), "multiples of 256 from 512"),
+        ((zeros(2, 8, 256), zeros(3, 256)), "multiples of 256 from 512"),
+        ((zeros(1, 8, 512), zeros(34, 512)), "at most 33"),
     ],
 )
 def test_named_kernel_says_what_it_cannot_do(args, message):

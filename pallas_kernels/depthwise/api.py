@@ -25,7 +25,7 @@ def depthwise_convolution(
     part of the offset.
 
     Args:
-      x: Frames; f16 or bf16, and features in multiples of 256, for the kernel.
+      x: Frames; f16 or bf16, and features in multiples of 256 from 512, for the kernel.
       kernel: For each feature the weights of the frames seen, the earliest first, at most 33 for
         the kernel; f32 is not rounded. An even number sees one frame more after its own than before
         it.
@@ -100,9 +100,13 @@ def _require_kernel(x, kernel, implementation: Implementation | None) -> None:
             f"depthwise_convolution(implementation='mosaic_gpu'): dtype is {x.dtype}; frames of "
             "float16 and bfloat16 are streamed; cast, or use implementation='xla'"
         )
-    if x.shape[2] % mosaic_gpu.FEATURES or kernel.shape[0] > mosaic_gpu.MAX_WIDTH:
+    # Of 256 features alone, frames lie one behind the other: Mosaic copies them as one line, which
+    # does not end where a sequence does.
+    narrow = x.shape[2] % mosaic_gpu.FEATURES or x.shape[2] == mosaic_gpu.FEATURES
+    if narrow or kernel.shape[0] > mosaic_gpu.MAX_WIDTH:
         raise NotImplementedError(
             f"depthwise_convolution(implementation='mosaic_gpu'): {x.shape[2]} features and "
-            f"{kernel.shape[0]} weights; multiples of {mosaic_gpu.FEATURES} and at most "
-            f"{mosaic_gpu.MAX_WIDTH} fit; use implementation='xla'"
+            f"{kernel.shape[0]} weights; multiples of {mosaic_gpu.FEATURES} from "
+            f"{2 * mosaic_gpu.FEATURES} and at most {mosaic_gpu.MAX_WIDTH} fit; use "
+            "implementation='xla'"
         )

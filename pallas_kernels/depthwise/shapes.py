@@ -23,14 +23,14 @@ MODELS = [
     DepthwiseShape(name="parakeet 32x512", batch_size=32, length=512, features=1024, width=9),
 ]
 RAGGED = [
-    DepthwiseShape(name="odd length", batch_size=3, length=197, features=256, width=15),
-    DepthwiseShape(name="shorter than a chunk", batch_size=2, length=5, features=256, width=7),
+    DepthwiseShape(name="odd length", batch_size=2, length=69, features=512, width=15),
+    DepthwiseShape(name="shorter than a chunk", batch_size=2, length=5, features=512, width=7),
     DepthwiseShape(
-        name="even width", batch_size=1, length=100, features=512, width=8, activation=None
+        name="even width", batch_size=1, length=40, features=512, width=8, activation=None
     ),
     DepthwiseShape(
-        name="widest, no offset", batch_size=2, length=70, features=256, width=33, offset=False
+        name="widest, no offset", batch_size=2, length=70, features=512, width=33, offset=False
     ),
-    DepthwiseShape(name="one weight", batch_size=1, length=64, features=256, width=1),
+    DepthwiseShape(name="one weight", batch_size=1, length=64, features=512, width=1),
 ]
 SHAPES = [*MODELS, *RAGGED]
