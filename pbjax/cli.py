@@ -21,6 +21,7 @@ import typer
 from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
 from pbjax.cli_inference import classify, embed, generate, transcribe
+from pbjax.cli_outputs import check_outputs, write_outputs
 from pbjax.cli_roofline import roofline
 from pbjax.cli_search import profile as profile_command
 from pbjax.cli_search import search as search_command
@@ -116,6 +117,15 @@ def optimize(
     exhaustive: Annotated[
         bool, typer.Option(help="Also predict every split, to check the search.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write the timetable as a trace that Perfetto opens.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Also write figures (SVG, PNG) and CSV into this folder.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page with figures that needs no network.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Optimise a text encoder for a batch of sentences, and embed them."""
@@ -124,6 +134,7 @@ def optimize(
     interrupted = "what --profile has measured is kept" if profile else ""
     with _exit_codes(interrupted), ProgressPrinter() as progress:
         sizes, rows = _sizes(split), read_batch(batch, latency_ms)
+        check_outputs(plan, trace=trace, figures=figures, html=html)
         say = (lambda text: None) if as_json else print
         models = import_module("models")
         from pbjax import texts as text
@@ -162,6 +173,9 @@ def optimize(
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)
+        written = write_outputs(fast, inputs, trace=trace, figures=figures, html=html)
+        if written:
+            print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
         hidden = _numpy(fast(*inputs))
         embeddings = text.sentence_embeddings(hidden, inputs[1])
         pairs = text.most_similar(sentences, embeddings, 3)

@@ -26,7 +26,7 @@ _PHASES = {
     "decode": (VERMILLION, "s", "--"),
     "forward": (BLUE, "o", "-"),
 }
-_CLASSES = {
+CLASS_STYLES = {
     ResourceClass.TENSOR: (BLUE, ""),
     ResourceClass.CUDA: (ORANGE, "///"),
     ResourceClass.MEMORY: (VERMILLION, "..."),
@@ -43,7 +43,7 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
     Args:
       reports: Of one model on one device, such as prefill and decode.
     """
-    figure = _figure(9.6, 5.2)
+    figure = empty_figure(9.6, 5.2)
     axes = figure.add_axes((0.08, 0.11, 0.57, 0.79))
     device, dtype = reports[0].device, reports[0].dtype
     peak, bandwidth = device.contraction_flops_per_s(dtype), device.memory_bytes_per_s
@@ -135,12 +135,12 @@ def shares_figure(reports: Sequence[Roofline]) -> "Figure":
     Args:
       reports: Of one model on one device.
     """
-    figure = _figure(9.6, 1.5 + 0.34 * sum(len(_shown(report)) for report in reports))
+    figure = empty_figure(9.6, 1.5 + 0.34 * sum(len(_shown(report)) for report in reports))
     axes = figure.add_axes((0.24, 0.24, 0.7, 0.62))
     rows = [(report, stage) for report in reports for stage in _shown(report)]
     for place, (report, stage) in enumerate(rows):
         left = 0.0
-        for resource, (colour, hatch) in _CLASSES.items():
+        for resource, (colour, hatch) in CLASS_STYLES.items():
             spent = sum((p.seconds for p in stage.points if p.resource == resource), 0.0)
             width = 100 * spent / report.total.seconds
             first = place == 0
@@ -173,7 +173,7 @@ def study_figure(studies: Sequence[PhaseStudy], report: Roofline) -> "Figure":
       studies: Of the phases of one model.
       report: Any report of it, for its name and device.
     """
-    figure = _figure(10.4, 9.6)
+    figure = empty_figure(10.4, 9.6)
     panels = figure.subplots(3, 2)
     figure.subplots_adjust(left=0.11, right=0.97, top=0.93, bottom=0.12, hspace=0.2, wspace=0.3)
     for column, (over, sizes) in enumerate((("batch_size", "by_batch"), ("seq_len", "by_seq"))):
@@ -243,7 +243,7 @@ def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
       choices: Of the phases of one model.
       report: Any report of it.
     """
-    figure = _figure(5.2 * len(choices), 4.4)
+    figure = empty_figure(5.2 * len(choices), 4.4)
     panels = figure.subplots(1, len(choices), squeeze=False)[0]
     figure.subplots_adjust(left=0.23 / len(choices), right=0.97, top=0.83, bottom=0.14, wspace=0.32)
     for axes, choice in zip(panels, choices, strict=True):
@@ -341,7 +341,12 @@ def _plain(axis: Any, ratio: float) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _figure(width: float, height: float) -> "Figure":
+def empty_figure(width: float, height: float) -> "Figure":
+    """A white figure of this many inches.
+
+    Raises:
+      InputError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

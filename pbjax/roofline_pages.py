@@ -68,7 +68,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     for name, _, figure, _, data in _figures(findings):
         write_atomically(folder / f"{name}.svg", svg(figure, name))
         write_atomically(folder / f"{name}.csv", data)
-        _write_image(folder / f"{name}.png", png(figure))
+        write_image(folder / f"{name}.png", png(figure))
         written += [folder / f"{name}.{suffix}" for suffix in ("svg", "png", "csv")]
     return written
 
@@ -119,7 +119,12 @@ def _curve_csv(points: Sequence) -> str:
     return csv_text(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _write_image(path: Path, data: bytes) -> None:
+def write_image(path: Path, data: bytes) -> None:
+    """Writes the bytes of an image.
+
+    Raises:
+      FileError: It cannot be written.
+    """
     try:
         path.write_bytes(data)
     except OSError as error:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
@@ -18,7 +18,7 @@ from pbjax.meetings import find_pairs, slowed, stage_budgets
 from pbjax.outline import Outline
 from pbjax.profile_rows import measured_size, nearest
 from pbjax.profile_table import Profile
-from pbjax.schedule import MAX_SUB_BATCHES, Split, timetable
+from pbjax.schedule import MAX_SUB_BATCHES, Slot, Split, timetable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,22 @@ class Evaluator:
             return alone - sum([n * saved[a * width + b] for n, (a, b) in pattern])
         times = [self._seconds(size) for size in sizes]
         return alone - self._saved_by_three(sizes, times, pattern)
+
+    def slot_seconds(self, sizes: Sequence[int], slot: Slot) -> float:
+        """Seconds of one slot: what `makespan` adds up.
+
+        Args:
+          sizes: Rows of each sub-batch.
+          slot: Its tasks.
+        """
+        positions = {task.sub_batch: task.stage + 1 for task in slot}
+        times = [self._seconds(sizes[j])[place] for j, place in positions.items()]
+        saved = sum(
+            self._saved(sizes[i], sizes[j])[a * self._width + b]
+            for (i, a), (j, b) in combinations(sorted(positions.items()), 2)
+        )
+        together = sum(times) - saved
+        return max(together, *times) if len(sizes) > 2 and saved else together
 
     def pair_totals(self, size_a: int, size_b: int) -> list[float]:
         """Seconds that two sub-batches save over the whole program, by their staggers' difference.
