@@ -82,6 +82,14 @@ def test_programs_are_listed_with_their_throughput(report):
     assert "sequential" in text
 
 
+def test_figures_of_a_plan_that_was_given_are_said_to_be_its_own(report):
+    measured = replace(report.plan, date="2026-11-01", max_difference=0.5)
+    *_, difference, decision = str(replace(report, programs=(), plan=measured)).splitlines()
+    origin = ", by a plan of 2026-11-01, not measured again"
+    assert difference.endswith(f"5.00e-01{origin}")
+    assert decision.startswith(f"decision: split{origin}: ")
+
+
 def test_warnings_stand_before_the_decision(report):
     text = str(replace(report, warnings=("something differs",)))
     assert "\nwarning: something differs\n" in text
