@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis
@@ -89,6 +91,57 @@ class CompiledProgram:
     key: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredProgram:
+    """A way to run the batch, lowered: `compile` takes no lock of Python's and may run in a thread.
+
+    Attributes:
+      analysis: The model.
+      way: What it runs.
+      lowered: The program.
+      pack: As in `CompiledProgram`.
+      own_weights: What pack returns for the model's own params, made when first needed.
+      options: Compiler options.
+      lower_s: Seconds that lowering took.
+    """
+
+    analysis: Analysis
+    way: Way
+    lowered: Lowered
+    pack: Callable[[Sequence[Array]], tuple[Array, ...]]
+    own_weights: Callable[[], tuple[Array, ...]]
+    options: Mapping[str, str | int | bool]
+    lower_s: float
+
+    def compile(self) -> tuple[Compiled, float]:
+        """The compiled program, and the seconds that this took."""
+        start = time.perf_counter()
+        return self.lowered.compile(), time.perf_counter() - start
+
+    def finish(self, program: Compiled, compile_s: float) -> CompiledProgram:
+        """What `compile` returned, with its weights and the memory that it needs."""
+        analysis, weights = self.analysis, self.own_weights()
+        params = jax.tree.leaves(analysis.model.params)
+        first = len(analysis.weights) - len(analysis.graph.constants)
+        own = {id(leaf) for leaf in (*params, *analysis.weights[first:])}
+        memory = program.memory_analysis()
+        held = {id(w) for w in weights}
+        beside = sum(leaf.nbytes for leaf in params if id(leaf) not in held)
+        source = graph_fingerprint(analysis.source)
+        return CompiledProgram(
+            way=self.way,
+            program=program,
+            pack=self.pack,
+            weights=weights,
+            options=self.options,
+            temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+            weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
+            needed_bytes=beside + _bytes_while_running(memory) if memory else 0,
+            compile_s=self.lower_s + compile_s,
+            key=program_key(self.lowered, sorted(self.options.items()), source),
+        )
+
+
 class PackedWeights:
     """The weights of all split programs of one model: stacked when first needed, and once.
 
@@ -116,7 +169,7 @@ def _pack(
     return layout.pack(prepare(params))
 
 
-def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+def lower_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> LoweredProgram:
     """The model, jitted, with what fusion has found: what a split has to beat.
 
     Where it has found nothing, or for a plain way, the model itself: what the user would run
@@ -128,7 +181,7 @@ def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Co
       way: The whole batch as one.
     """
     if analysis.fused and not way.plain:
-        return _compile_fused(analysis, leaves, way)
+        return _lower_fused(analysis, leaves, way)
     params_tree = jax.tree.structure(analysis.model.params)
 
     def unsplit(weights, *leaves):
@@ -136,12 +189,18 @@ def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Co
         return analysis.model.apply(jax.tree.unflatten(params_tree, weights), *inputs)
 
     params = tuple(jax.tree.leaves(analysis.model.params))
-    return _compiled(
+    return _lowered(
         analysis, unsplit, leaves, way, pack=tuple, own_weights=lambda: params, options={}
     )
 
 
-def _compile_fused(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+    """What `lower_unsplit` lowers, compiled."""
+    lowered = lower_unsplit(analysis, leaves, way)
+    return lowered.finish(*lowered.compile())
+
+
+def _lower_fused(analysis: Analysis, leaves: Sequence[Array], way: Way) -> LoweredProgram:
     form = analysis.form_at(sum(way.sizes))
 
     def fused(weights, *leaves):
@@ -152,17 +211,17 @@ def _compile_fused(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Com
             return tuple(analysis.weights[i] for i in form.read)
         return form.pack(jax.tree.leaves(analysis.model.params))
 
-    return _compiled(
+    return _lowered(
         analysis, fused, leaves, way, pack=form.pack, own_weights=own_weights, options={}
     )
 
 
-def compile_split(
+def lower_split(
     analysis: Analysis,
     weights: PackedWeights,
     leaves: Sequence[Array],
     way: Way,
-) -> CompiledProgram:
+) -> LoweredProgram:
     """The batch in sub-batches, in one program.
 
     Args:
@@ -190,7 +249,7 @@ def compile_split(
     options = way.compiler_options
     if options is None:
         options = overlap_options() if any(way.staggers) else {}
-    return _compiled(
+    return _lowered(
         analysis,
         split,
         leaves,
@@ -284,7 +343,7 @@ def overlapped_share(compiled: CompiledProgram, leaves: Sequence[Array]) -> floa
     return overlap(kernels).share if kernels else None
 
 
-def _compiled(
+def _lowered(
     analysis: Analysis,
     function: Callable,
     leaves: Sequence[Array],
@@ -293,32 +352,40 @@ def _compiled(
     pack: Callable[[Sequence[Array]], tuple[Array, ...]],
     own_weights: Callable[[], tuple[Array, ...]],
     options: Mapping[str, str | int | bool],
-) -> CompiledProgram:
+) -> LoweredProgram:
     params = jax.tree.leaves(analysis.model.params)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     start = time.perf_counter()
     jitted = jax.jit(function, compiler_options=dict(options) or None)
     lowered = jitted.lower(jax.eval_shape(pack, params), *shapes)
-    program = lowered.compile()
-    seconds = time.perf_counter() - start
-    weights = own_weights()
-    first = len(analysis.weights) - len(analysis.graph.constants)
-    own = {id(leaf) for leaf in (*params, *analysis.weights[first:])}
-    memory = program.memory_analysis()
-    held = {id(w) for w in weights}
-    beside = sum(leaf.nbytes for leaf in params if id(leaf) not in held)
-    return CompiledProgram(
+    return LoweredProgram(
+        analysis=analysis,
         way=way,
-        program=program,
+        lowered=lowered,
         pack=pack,
-        weights=weights,
+        own_weights=own_weights,
         options=options,
-        temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
-        needed_bytes=beside + _bytes_while_running(memory) if memory else 0,
-        compile_s=seconds,
-        key=program_key(lowered, sorted(options.items()), graph_fingerprint(analysis.source)),
+        lower_s=time.perf_counter() - start,
     )
+
+
+def compile_all(
+    lower: Sequence[Callable[[], LoweredProgram]], progress: Callable[[int, int, str], None]
+) -> list[CompiledProgram]:
+    """Compiles programs in threads while the next ones are lowered.
+
+    Args:
+      lower: Lowers each program.
+      progress: Called as progress(done, total, item).
+    """
+    with ThreadPoolExecutor() as pool:
+        compiling = []
+        for make in lower:
+            lowered = make()
+            way = lowered.way
+            progress(len(compiling), len(lower), f"{way.label} {way.sizes}")
+            compiling.append((lowered, pool.submit(lowered.compile)))
+        return [lowered.finish(*done.result()) for lowered, done in compiling]
 
 
 def _bytes_while_running(memory: Any) -> int:

@@ -8,6 +8,7 @@ that needs more memory than the device has is not run.
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 from jaxtyping import Array
@@ -18,8 +19,9 @@ from pbjax.compilation import (
     CompiledProgram,
     PackedWeights,
     Way,
-    compile_split,
-    compile_unsplit,
+    compile_all,
+    lower_split,
+    lower_unsplit,
     measure,
     overlapped_share,
     verify,
@@ -106,24 +108,21 @@ def run_contest(
     whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
     ways = _contenders(choice, unroll, analysis.outline.num_blocks - 1)
     given = replace(whole, plain=True, predicted_s=None)
-    total = 1 + analysis.fused + len(ways)
-    with phases.phase("compile", total) as report:
-        unsplit = compile_unsplit(analysis, leaves, whole)
-        plain = [compile_unsplit(analysis, leaves, given)] if analysis.fused else []
-        compiled = []
-        for way in ways:
-            report(total - len(ways) + len(compiled), total, f"{way.label} {way.sizes}")
-            compiled.append(compile_split(analysis, weights, leaves, way))
+    wholes = (given, whole) if analysis.fused else (whole,)
+    lower = [partial(lower_unsplit, analysis, leaves, way) for way in wholes]
+    lower += [partial(lower_split, analysis, weights, leaves, way) for way in ways]
+    with phases.phase("compile", len(lower)) as report:
+        built = compile_all(lower, report)
+    unsplit, compiled = built[: len(wholes)], built[len(wholes) :]
     splits, warnings = _fitting(compiled, choice, device_room(analysis.device))
-    wholes = (*plain, unsplit)
+    programs = (*unsplit, *splits)
     with phases.phase("verify") as report:
-        difference = verify(analysis, leaves, (*wholes, *splits)[1:], wholes[0], report)
+        difference = verify(analysis, leaves, programs[1:], programs[0], report)
     timed: tuple[MeasuredProgram, ...] = ()
-    if len(wholes) + len(splits) > 1:
+    if len(programs) > 1:
         with phases.phase("measure") as report:
-            timed = measure((*wholes, *splits), leaves, report)
-            timed = _traced((*wholes, *splits), timed, leaves)
-    verdict = _decide(wholes, splits, timed, choice)
+            timed = _traced(programs, measure(programs, leaves, report), leaves)
+    verdict = _decide(unsplit, splits, timed, choice)
     return Contest(
         kept=verdict.kept,
         plan=_plan(analysis, choice, verdict, timed, difference=difference),
@@ -146,14 +145,15 @@ def _run_plan(
     with phases.phase("compile") as report:
         if choice.ways and plan.decision == "split":
             way = choice.ways[0]
-            kept = compile_split(analysis, weights, leaves, way)
+            lower = partial(lower_split, analysis, weights, leaves, way)
         else:
             way = given if plan.decision == "plain" or not analysis.fused else whole
-            kept = compile_unsplit(analysis, leaves, way)
+            lower = partial(lower_unsplit, analysis, leaves, way)
+        (kept,) = compile_all([lower], report)
         reference = None
         if way != given and verified_difference(kept.key) is None:
             report(1, 2, "the model as given, to compare with")
-            reference = compile_unsplit(analysis, leaves, given)
+            (reference,) = compile_all([partial(lower_unsplit, analysis, leaves, given)], report)
     if reference is not None:
         with phases.phase("verify") as report:
             verify(analysis, leaves, (kept,), reference, report)

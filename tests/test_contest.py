@@ -99,13 +99,13 @@ def test_split_that_does_not_fit_the_device_is_not_run_and_the_report_says_so(ti
 
 
 def test_split_that_fits_is_run_beside_one_that_does_not(timer, monkeypatch):
-    compiled = contest.compile_split
+    compile_all = contest.compile_all
 
-    def heavy(analysis, weights, leaves, way):
-        made = compiled(analysis, weights, leaves, way)
-        return replace(made, needed_bytes=10**12) if len(way.sizes) == 3 else made
+    def heavy(*args):
+        made = compile_all(*args)
+        return [replace(m, needed_bytes=10**12) if len(m.way.sizes) == 3 else m for m in made]
 
-    monkeypatch.setattr(contest, "compile_split", heavy)
+    monkeypatch.setattr(contest, "compile_all", heavy)
     report = run(small(), 6).report()
     assert {len(program.sizes) for program in report.programs} == {1, 2}
     assert any("needs 1e+03 GB" in warning for warning in report.warnings)
@@ -122,6 +122,14 @@ def test_memory_that_a_program_plans_holds_weights_inputs_and_outputs(timer):
     report = run(network, 6, split=(3, 3)).report()
     (inputs,) = network.inputs(6)
     assert all(program.needed_bytes > 2 * inputs.nbytes for program in report.programs)
+
+
+def test_programs_are_finished_in_the_order_they_were_asked_for(timer):
+    report = run(scan(4), 6).report()
+    names = [program.name for program in report.programs]
+    assert names[0] == "unsplit"
+    assert names[-1] == "sequential"
+    assert all(program.compile_s > 0 for program in report.programs)
 
 
 def test_what_jax_was_given_of_the_device_limits_too(monkeypatch):

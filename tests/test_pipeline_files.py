@@ -57,10 +57,10 @@ def test_saved_plan_runs_without_any_measurement(timer, monkeypatch, tmp_path):
 
 def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_path):
     built = []
-    compiled = compilation._compiled
+    lowered = compilation._lowered
     monkeypatch.setattr(
-        "pbjax.compilation._compiled",
-        lambda *args, **options: built.append(args[3].name) or compiled(*args, **options),
+        "pbjax.compilation._lowered",
+        lambda *args, **options: built.append(args[3].name) or lowered(*args, **options),
     )
     plan = run(small(), 6, split=(4, 2)).plan
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -94,13 +94,13 @@ def test_unroll_of_a_plan_is_kept(timer, monkeypatch):
     unrolls = []
     from pbjax import contest
 
-    compile_split = contest.compile_split
+    lower_split = contest.lower_split
 
     def spy(*args):
         unrolls.append(args[-1].unroll)
-        return compile_split(*args)
+        return lower_split(*args)
 
-    monkeypatch.setattr("pbjax.contest.compile_split", spy)
+    monkeypatch.setattr("pbjax.contest.lower_split", spy)
     plan = run(scan(4), 6, split=(3, 3), unroll=2).plan
     assert plan.unroll == 2
     del unrolls[:]
