@@ -86,7 +86,7 @@ def optimize_step(
         whole = find_state(analysis, inputs, state)
     leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     check_room(analysis, whole, leaves)
-    if analysis.fused:
+    if analysis.fused and plan is None:
         with phases.phase("verify fusion"):
             analysis.form_at(PROBE_SIZE).verify()
     with phases.phase("search"):
@@ -172,7 +172,7 @@ def _better_whole(measured: Mapping[str, tuple[StepProgram, Timing]]) -> tuple[S
 
 
 def _noise(a: Timing, b: Timing) -> float:
-    return NOISE_FACTOR * (a.spread_s + b.spread_s)
+    return NOISE_FACTOR * max(a.spread_s, b.spread_s)
 
 
 def _plan(
