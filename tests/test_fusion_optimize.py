@@ -27,7 +27,7 @@ from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form
 from .test_fusion_families import DATA, IDS, LAYERS
 from .test_models_with_kernels import PALLAS
-from .user_models import B, D, F, H, K, N, S, hand_rms_norm, normal, tokens, weight
+from .user_models import D, F, H, K, N, S, hand_rms_norm, normal, tokens, weight
 
 SECONDS = {"plain": 4e-3, "unsplit": 3e-3, "split": 2e-3}
 H200 = find_device("NVIDIA H200")
@@ -37,7 +37,7 @@ H200 = find_device("NVIDIA H200")
 def quick(monkeypatch):
     """Compiles as fast as XLA can, and times nothing; ranks are promoted as users have it."""
     FakeTimer().install(monkeypatch)
-    monkeypatch.setattr("pbjax.contest._with_sequential", lambda choice: choice.ways)
+    monkeypatch.setattr("pbjax.contest._contenders", lambda choice, *_: choice.ways)
     monkeypatch.setattr("pbjax.contest.measure", fake_measure(SECONDS))
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_rank_promotion("allow"):
@@ -92,10 +92,13 @@ def test_a_model_of_each_family_runs_with_kernels(name, sizes):
     assert fast.plan.measured.plain == SECONDS["plain"]
 
 
+SCALES = [1 + normal(i, D) * 0.1 for i in range(2)]
+MLPS = [(weight(2 + i, D, F), weight(4 + i, F, D)) for i in range(2)]
+
+
 def two_layers(x):
-    for i in range(2):
-        y = hand_rms_norm(x, 1 + normal(i, D) * 0.1)
-        x = x + jax.nn.silu(y @ weight(2 + i, D, F)) @ weight(4 + i, F, D)
+    for scale, (up, down) in zip(SCALES, MLPS, strict=True):
+        x = x + jax.nn.silu(hand_rms_norm(x, scale) @ up) @ down
     return x
 
 
@@ -206,31 +209,36 @@ def test_a_match_that_computes_something_else_stops_optimize(monkeypatch):
     optimized(two_layers, tokens(), split=(2,), fuse="all,-rms_norm.1")
 
 
+ATTENTIONS = [[weight(10 * i + j, D, n * H) for j, n in enumerate((N, K, K, N))] for i in range(2)]
+ROWS = 16
+
+
 def decode_step(x, cache):
     """Two layers over a cache, written in plain JAX: grouped heads, a token appended to each."""
     position, layers = cache
-    rows = jnp.arange(x.shape[0])
+    rows, new = jnp.arange(x.shape[0]), []
     seen = jnp.arange(S)[None, None, None] <= position[:, None, None, None]
-    new = []
     for i, (keys, values) in enumerate(layers):
-        y = hand_rms_norm(x, 1 + normal(i, D) * 0.1)
-        q, k, v = (y @ weight(10 * i + j, D, n * H) for j, n in ((2, N), (3, K), (4, K)))
+        y = hand_rms_norm(x, SCALES[i])
+        *qkv, out = ATTENTIONS[i]
+        q, k, v = (y @ w for w in qkv)
         keys = keys.at[rows, position].set(k.reshape(-1, K, H))
         values = values.at[rows, position].set(v.reshape(-1, K, H))
         scores = jnp.einsum("bkgh,bskh->bkgs", q.reshape(-1, K, N // K, H), keys) * H**-0.5
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
         y = jnp.einsum("bkgs,bskh->bkgh", weights, values).reshape(x.shape)
-        x = x + y @ weight(10 * i + 5, N * H, D)
-        x = x + jax.nn.silu(x @ weight(10 * i + 6, D, F)) @ weight(10 * i + 7, F, D)
+        x = x + y @ out
+        x = x + jax.nn.silu(x @ MLPS[i][0]) @ MLPS[i][1]
         new.append((keys, values))
     return x, (position + 1, new)
 
 
 def test_a_step_in_plain_jax_is_woven_with_the_kernels_that_fusion_finds(monkeypatch):
     monkeypatch.setattr("pbjax.step_pipeline.NOISE_FACTOR", -1e9)
-    caches = [tuple(normal(7 + i + j, 2 * B, S, K, H) for j in (0, 1)) for i in (0, 2)]
-    cache = jnp.arange(2 * B, dtype=jnp.int32), caches
-    x = normal(1, 2 * B, D)
+    monkeypatch.setattr("pbjax.step_ways.HOPELESS", float("inf"))
+    caches = [tuple(normal(7 + i + j, ROWS, S, K, H) for j in (0, 1)) for i in (0, 2)]
+    cache = jnp.arange(ROWS, dtype=jnp.int32) % S, caches
+    x = normal(1, ROWS, D)
     step = optimized(decode_step, x, cache, state=1)
     report = step.report()
     assert [p.name for p in report.programs] == ["plain", "unsplit", "sequential", "woven"]

@@ -1,11 +1,15 @@
 """Each match against what it replaces, on random operands, by the one tolerance rule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.stages import Lowered
 from jaxtyping import Array
 
 from pallas_kernels.testing import assert_close
@@ -28,22 +32,54 @@ def verify(fusion: Fusion, *, seed: int = 0) -> None:
     Raises:
       VerificationError: Results differ by more than their dtype allows.
     """
+    checks = [
+        _Check.of(graph, found, seed=seed + number)
+        for number, (graph, found) in enumerate(_unlike(fusion))
+    ]
+    with ThreadPoolExecutor() as pool:  # Compiling leaves Python free for the next.
+        programs = list(pool.map(_Check.compile, checks))
+    for check, (kernel, plain) in zip(checks, programs, strict=True):
+        _compare(check, kernel(*check.operands), plain(*check.operands))
+
+
+def _unlike(fusion: Fusion) -> Iterator[tuple[Graph, Match]]:
+    """One match of each name, with the graph it is in."""
+    for found in {m.name: m for m in reversed(fusion.matches)}.values():
+        yield fusion.source, found
     for loop in fusion.loops:
-        verify(loop, seed=seed)
-    graph, seen = fusion.source, set()
-    for number, found in enumerate(fusion.matches):
-        if found.name in seen:
-            continue
-        seen.add(found.name)
-        rng = np.random.default_rng((seed, number))
+        yield from _unlike(loop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    """A match, random operands, and both of what computes its results."""
+
+    graph: Graph
+    found: Match
+    operands: tuple[Array, ...]
+    kernel: Lowered
+    plain: Lowered
+
+    @classmethod
+    def of(cls, graph: Graph, found: Match, *, seed: int) -> "_Check":
+        rng = np.random.default_rng(seed)
         drawn = {o.value: _drawn(rng, graph.avals[o.value], o) for o in found.operands}
-        _compare(graph, found, [drawn[o.value] for o in found.operands])
+        operands = tuple(drawn[o.value] for o in found.operands)
+        return cls(
+            graph=graph,
+            found=found,
+            operands=operands,
+            kernel=jax.jit(found.function).lower(*operands),
+            plain=jax.jit(partial(_plain, graph, found)).lower(*operands),
+        )
+
+    def compile(self) -> tuple[Callable, Callable]:
+        return self.kernel.compile(), self.plain.compile()
 
 
-def _compare(graph: Graph, found: Match, operands: Sequence[Array]) -> None:
+def _compare(check: _Check, actual: Sequence[Array], expected: Sequence[Array]) -> None:
+    graph, found = check.graph, check.found
     operations = [graph.operations[i] for i in found.operations]
-    expected = jax.jit(lambda *given: _plain(graph, found, operations, given))(*operands)
-    actual = jax.jit(found.function)(*operands)
     values = [*_written(operations), *(o.value for o in found.operands)]
     floats = [d for v in values if jnp.issubdtype(d := graph.avals[v].dtype, jnp.floating)]
     for got, want in zip(actual, expected, strict=True):
@@ -63,7 +99,8 @@ def _compare(graph: Graph, found: Match, operands: Sequence[Array]) -> None:
             ) from None
 
 
-def _plain(graph: Graph, found: Match, operations: Sequence[Operation], given) -> list[Array]:
+def _plain(graph: Graph, found: Match, *given: Array) -> list[Array]:
+    operations = [graph.operations[i] for i in found.operations]
     first = graph.num_weights - len(graph.constants)
     env = {
         a: jnp.asarray(graph.constants[a - first])

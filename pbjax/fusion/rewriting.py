@@ -203,13 +203,14 @@ def structure(graph: Graph, m: Match) -> tuple[object, ...]:
     """What equal matches have in common, such as those of equal layers.
 
     That is the kernel, operations, shapes, which operation reads which value, and the very
-    constants that they read.
+    constants that they read, but for operands: what a match is does not rest on their values.
     """
     first = graph.num_weights - len(graph.constants)
     constants = {first + i: id(value) for i, value in enumerate(graph.constants)}
     numbers: dict[int, str] = {}
     for i, read in enumerate(m.operands):
         numbers.setdefault(read.value, f"operand {i}")
+        constants.pop(read.value, None)
     steps = []
     for index in m.operations:
         operation = graph.operations[index]
