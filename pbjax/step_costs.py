@@ -1,8 +1,8 @@
 """Predicted seconds of a sub-batch's operations, at any size, and of woven launches.
 
 Products and decode attention are predicted by what their kernels were measured to take, the rest by
-bytes at the measured bandwidth; each launch costs a little beside its work. Nothing is measured
-here.
+bytes at the measured bandwidth and what a short launch takes beside its work: one follows another
+without a gap. Nothing is measured here.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,11 @@ from pbjax.woven import call_of, role_of
 # Where nobody has measured a device: the share of its bandwidth that a copy reaches, and what a
 # launch takes beside its work, both of an H200.
 COPY_SHARE, LAUNCH_S = 0.9, 2e-6
+# Of an H200: what calls that follow each other take, over a single call, whose clock has not fallen
+# yet (docs/decode_step.md).
+SUSTAINED = 1.07
+# XLA computes what feeds these where it writes their results.
+_FUSED_INTO = frozenset(name for name in KERNELS if name.startswith("scatter"))
 
 type Lanes = tuple[tuple[Item, ...], tuple[Item, ...]]
 
@@ -87,10 +92,10 @@ class Costs:
         if role == Role.ALONE:
             return Item(role=role, seconds=seconds)
         call = call_of(operation, [self._resized(atom, size) for atom in operation.inputs])
-        seconds = costs.alone_s(call, rates.peak_bytes_per_s) + rates.launch_s
+        seconds = SUSTAINED * costs.alone_s(call, rates.peak_bytes_per_s)
         num_bytes = costs.num_bytes(call)
         if role == Role.HOST:
-            hosting_s = costs.hosting_s(call)
+            hosting_s = SUSTAINED * costs.hosting_s(call)
             return Item(role=role, seconds=seconds, hosting_s=hosting_s, num_bytes=num_bytes)
         joined = 2 * call.arguments["q"].size * call.arguments["q"].dtype.itemsize
         return Item(
@@ -98,7 +103,7 @@ class Costs:
             seconds=seconds,
             parts=pairs.num_parts(call),
             num_bytes=num_bytes,
-            join_s=joined / rates.reached.memory_bytes_per_s + rates.launch_s,
+            join_s=SUSTAINED * (joined / rates.reached.memory_bytes_per_s + rates.launch_s),
         )
 
     def _resized(self, atom: Atom, size: int) -> Aval:
@@ -114,11 +119,16 @@ class Costs:
 
 def _lone_seconds(graph: Graph, rates: Rates) -> list[float]:
     """Seconds of each operation by its bytes, and of its launch if it has one of its own."""
+    operations = graph.operations
     labels = classify(graph, rates.reached)
-    seconds = fused_seconds(graph.operations, graph.avals, graph.outputs, labels, rates.reached)
+    seconds = fused_seconds(operations, graph.avals, graph.outputs, labels, rates.reached)
+    readers = [o for o in operations if o.primitive in KERNELS - _FUSED_INTO]
+    stored = {atom for o in readers for atom in o.inputs if isinstance(atom, int)}
+    stored.update(atom for atom in graph.outputs if isinstance(atom, int))
+    launched = [o.primitive in KERNELS or bool(stored.intersection(o.outputs)) for o in operations]
     return [
-        s + rates.launch_s * (s > 0 or operation.primitive in KERNELS)
-        for s, operation in zip(seconds, graph.operations, strict=True)
+        SUSTAINED * (s + rates.launch_s * (own and s > 0))
+        for s, own in zip(seconds, launched, strict=True)
     ]
 
 
@@ -138,15 +148,14 @@ def predicted_s(launches: Sequence[Launch], lanes: Lanes, rates: Rates) -> float
 def _launch_s(launch: Launch, lanes: Lanes, rates: Rates) -> float:
     main = lanes[launch.main.lane][launch.main.item]
     if launch.guest is None:
-        return _share(launch.main, lanes) * (main.seconds - rates.launch_s) + rates.launch_s
+        return _share(launch.main, lanes) * main.seconds
     guest, share = lanes[launch.guest.lane][launch.guest.item], _share(launch.guest, lanes)
-    together = costs.together_s(
+    return costs.together_s(
         main.hosting_s,
-        share * (guest.seconds - rates.launch_s),
+        share * guest.seconds,
         main.num_bytes + share * guest.num_bytes,
         rates.peak_bytes_per_s,
     )
-    return together + rates.launch_s
 
 
 def _share(piece: Piece, lanes: Lanes) -> float:

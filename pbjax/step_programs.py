@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis, whole_batch
-from pbjax.errors import InputError, VerificationError
+from pbjax.errors import FusionError, InputError, VerificationError
 from pbjax.step import Pieces, StateLayout
 from pbjax.step_ways import WovenWay
 from pbjax.timing import Timing, summary
@@ -312,24 +313,25 @@ def differences(
     worst = 0.0
     for step in steps:
         outputs, pieces = runner.call(step, runner.start(step))
-        whole = step.layout.cut(state)
-        pairs = [*zip(outputs, expected, strict=True)]
-        for got, want in zip(pieces, whole, strict=True):
-            pairs += zip(got, want, strict=True)
-        for index, (got, want) in enumerate(pairs):
-            worst = max(worst, _difference(analysis, index, step.name, got, want))
+        compared = partial(_difference, analysis, step.name)
+        worst = max(worst, *map(compared, outputs, expected))
+        for place, want in enumerate(state):
+            # Leaf by leaf: the pieces of all of it at once would be one more state.
+            axes = (step.layout.axes[place],)
+            parts = replace(step.layout, axes=axes).cut([want])
+            worst = max(worst, *map(compared, (p[place] for p in pieces), (p[0] for p in parts)))
     return worst
 
 
-def _difference(analysis: Analysis, index: int, name: str, got: Array, want: Array) -> float:
+def _difference(analysis: Analysis, name: str, got: Array, want: Array) -> float:
     found, magnitude = map(float, _compared(got, want))
     if jnp.issubdtype(got.dtype, jnp.floating):
         allowed = allowed_difference(analysis.source, got.dtype, magnitude)
     else:
         allowed = 0.0
     if not found <= allowed:
-        raise VerificationError(
-            f"optimize: value {index} of the {name} step differs by {found:.3g} from the "
+        raise (FusionError if name == "unsplit" else VerificationError)(
+            f"optimize: {got.dtype}{got.shape} of the {name} step differs by {found:.3g} from the "
             f"function's; {allowed:.3g} is allowed for {got.dtype}; keep the function as it is, or "
             "try fuse='none', and please report it"
         )

@@ -1,118 +1,98 @@
 #!/usr/bin/env python3
-"""Times decode steps of LLaMA3-8B layers: the whole batch, and two woven halves (optimize(state=)).
+"""Times decode steps of LLaMA3-8B layers: the whole batch, and two woven sub-batches.
 
 Random weights and caches at full width, few layers, a small vocabulary so that layers are what is
-timed. Prints the report of each optimised step, one table, and one line of JSON.
+timed. Each case is a process: all compile at the same time, then one after the other measures. As
+each is done its report is printed and the JSON file written; the table comes last.
 
-    python scripts/bench_step.py [--layers 6] [--cases 512x1024 1024x512] [--out FILE]
+    python scripts/bench_step.py [--layers 8] [--cases 1024x512 768x512:384+384] [--out FILE]
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-import models
-import pbjax
-from models.kernels import with_kernels
-from models.kv_cache import KVCache
-from pbjax.provenance import provenance_here
-
-FULL_LAYERS, VOCAB_SIZE = 32, 1024
+# Batch x context, and sizes of the sub-batches where the search is not to choose them.
+CASES = ["1024x512", "768x512", "768x512:384+384", "512x1024:256+256", "256x2048:128+128"]
 
 
 def main() -> None:
     """Runs the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=["512x1024", "768x512", "1024x512", "256x2048"],
-        help="batch x context",
-    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", default=CASES, help="batch x context[:sizes]")
     parser.add_argument("--tiny", action="store_true", help="small widths, to try the script")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    model = with_kernels(random_model(args.layers, tiny=args.tiny))
-    rows = [run(model, args.layers, *map(int, case.split("x"))) for case in args.cases]
-    print(f"\n{args.layers} layers; tokens per second of the kept program for {FULL_LAYERS}")
-    print("batch  context  unsplit ms  in sequence  woven  woven over unsplit  tokens/s  rows")
+    command = " ".join(["python", *sys.argv])
+    rows = []
+    for provenance, row, report in measured(args.cases, args.layers, command, tiny=args.tiny):
+        print(report, flush=True)
+        rows.append(row)
+        result = {"schema_version": 2, "provenance": provenance, "rows": rows}
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{args.layers} layers; ms, ratios over unsplit; tokens/s are of the fastest for 32")
+    print("batch context      sizes  unsplit  sequential  woven  ratio  bound  rides  tokens/s")
     for row in rows:
         print(line(row))
-    command = " ".join(["python", *sys.argv])
-    provenance = provenance_here(jax.devices()[0].device_kind, command)
-    result = {"schema_version": 1, "provenance": asdict(provenance), "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
 
 
-def random_model(num_layers: int, *, tiny: bool) -> nnx.Module:
-    """LLaMA3-8B with few layers, a small vocabulary and random weights."""
-    config = replace(models.LlamaConfig.llama3_8b(), num_layers=num_layers, vocab_size=VOCAB_SIZE)
-    if tiny:
-        config = replace(
-            config, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, head_dim=64
+def measured(cases: list[str], num_layers: int, command: str, *, tiny: bool):
+    """Yields provenance, row and report of each case, in the order in which they are measured.
+
+    Raises:
+      SystemExit: A process died.
+    """
+    # Several processes share the memory of the device.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    compiled, turn, queue = context.Barrier(len(cases)), context.Lock(), context.Queue()
+    processes = [
+        context.Process(
+            target=measure, args=(case, num_layers, command, tiny, compiled, turn, queue)
         )
-    make = nnx.jit(lambda: models.LlamaModel(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    return make()
+        for case in cases
+    ]
+    for process in processes:
+        process.start()
+    for _ in cases:
+        found = queue.get()
+        if isinstance(found, str):
+            for process in processes:
+                process.terminate()
+            raise SystemExit(found)
+        yield found
+    for process in processes:
+        process.join()
 
 
-def run(model: nnx.Module, num_layers: int, batch_size: int, context: int) -> dict:
-    """Optimises the decode step at one batch and context; the caches are full but for one token."""
-    empty = jax.eval_shape(lambda: model.empty_cache(batch_size, context))
-    keys = jax.random.split(jax.random.key(1), 2 * num_layers)
-    draw = jax.jit(lambda key: jax.random.normal(key, empty.keys[0].shape, jnp.bfloat16))
-    arrays = tuple(draw(key) for key in keys)
-    cache = KVCache(
-        keys=arrays[:num_layers],
-        values=arrays[num_layers:],
-        lengths=jnp.full(batch_size, context - 1, jnp.int32),
-    )
-    tokens = jax.random.randint(jax.random.key(2), (batch_size, 1), 0, VOCAB_SIZE)
-    step = pbjax.optimize(model.decode, tokens, cache, state=1, progress=show)
-    print(step.report(), flush=True)
-    programs = {program.name: program for program in step.report().programs}
-    seconds = {name: program.measured_s for name, program in programs.items()}
-    kept = seconds["unsplit" if step.plan.decision == "unsplit" else "woven"]
-    return {
-        "batch": batch_size,
-        "context": context,
-        "layers": num_layers,
-        "sizes": step.plan.sizes,
-        "decision": step.plan.decision,
-        "riding": round(step.report().riding, 3),
-        "max_difference": step.plan.max_difference,
-        "tokens_per_s_at_32_layers": round(batch_size / kept * num_layers / FULL_LAYERS),
-        "seconds": {name: float(f"{s:.4g}") for name, s in seconds.items()},
-        "spread_s": {name: float(f"{p.spread_s:.2g}") for name, p in programs.items()},
-        "predicted_s": {name: float(f"{p.predicted_s:.4g}") for name, p in programs.items()},
-        "compile_s": {name: round(p.compile_s, 1) for name, p in programs.items()},
-    }
+def measure(case: str, num_layers: int, command: str, tiny: bool, compiled, turn, queue) -> None:
+    """A process: measures a case when all have compiled and it is its turn."""
+    try:
+        # Only here: the parent starts processes sooner without JAX.
+        from step_case import run
 
-
-def show(phase: str, done: int, total: int, item: str) -> None:
-    """Prints where the work is."""
-    print(f"  {phase} {done}/{total} {item}", file=sys.stderr, flush=True)
+        queue.put(run(case, num_layers, command, tiny=tiny, compiled=compiled, turn=turn))
+    except BaseException as error:
+        compiled.abort()
+        queue.put(f"bench_step({case}): {type(error).__name__}: {error}")
+        raise
 
 
 def line(row: dict) -> str:
     """One row of the table."""
     unsplit, sequence, woven = (
-        row["seconds"].get(name) for name in ("unsplit", "sequential", "woven")
+        1e3 * row["seconds"].get(name, float("nan")) for name in ("unsplit", "sequential", "woven")
     )
-    if woven is None:
-        return f"{row['batch']:5d} {row['context']:8d}  nothing can ride"
     return (
-        f"{row['batch']:5d} {row['context']:8d} {unsplit * 1e3:11.3f} {sequence * 1e3:12.3f} "
-        f"{woven * 1e3:6.3f} {unsplit / woven:18.3f}x {row['tokens_per_s_at_32_layers']:9,d}  "
-        f"{'+'.join(map(str, row['sizes']))}"
+        f"{row['batch']:5d} {row['context']:7d} {'+'.join(map(str, row['sizes'])):>10s} "
+        f"{unsplit:8.3f} {sequence:11.3f} {woven:6.3f} {unsplit / woven:5.3f}x "
+        f"{unsplit / (1e3 * row['bound_s']['woven']):5.2f}x {row['riding']:5.0%} "
+        f"{row['tokens_per_s_at_32_layers']:9,d}"
     )
 
 
