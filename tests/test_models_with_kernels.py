@@ -135,6 +135,18 @@ def test_every_family_lowers_to_kernels(name, expected):
     assert calls
 
 
+@pytest.mark.parametrize(("by", "in_memory"), [("pallas", False), ("xla", True)])
+def test_scores_of_a_conformer_are_in_memory_for_plain_jax_alone(by, in_memory):
+    model, (frames,) = full_width("conformer")
+    kernels = dataclasses.replace(PALLAS, attention=by)
+    graphdef, state = nnx.split(with_kernels(model, kernels))
+    with use_abstract_mesh(H200):
+        jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s)(x))(state, frames)
+    length = frames.shape[1]
+    shapes = [x.aval.shape for equation in jaxpr.jaxpr.eqns for x in equation.outvars]
+    assert any(shape[-2:] == (length, length) for shape in shapes) is in_memory
+
+
 @pytest.mark.parametrize("name", ["bert", "vit", "conformer", "gpt2", "bloom", "llama"])
 def test_a_model_as_made_calls_no_kernel(name):
     assert launches(name, None) == ({}, 0)
