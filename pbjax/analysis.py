@@ -20,7 +20,7 @@ from pbjax.device import Device
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.forms import PROBE_SIZE, Form, former, translated
 from pbjax.functional import Functional, Model, check_state, functional
-from pbjax.fusion import FusionReport, Patterns, selection_of
+from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
 from pbjax.outline import Outline
 from pbjax.stages import Program, build, cut, fingerprint, outline
 from pbjax.trace import Graph
@@ -99,7 +99,7 @@ def analyse(
     device: Device,
     variables: Mapping[str, object] | None = None,
     batch_axes: object = 0,
-    fuse: Patterns = "auto",
+    fuse: Patterns | Selection = "auto",
 ) -> Analysis:
     """Takes a model apart.
 

@@ -126,7 +126,8 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         raise ModelError(
             f"optimize(plan=...): the plan is for {plan.model} ({plan.fingerprint}); this model is "
             f"{analysis.model.name} ({analysis.fingerprint}); use the model it was made for, with "
-            "inputs of the same shapes and dtypes, or leave out plan= to search again"
+            "inputs of the same shapes and dtypes and the same fuse=, or leave out plan= to search "
+            "again"
         )
     if plan.batch_size != analysis.batch.batch_size:
         raise InputError(

@@ -38,4 +38,8 @@ class MemoryBudgetError(PbjaxError):
 
 
 class VerificationError(PbjaxError):
-    """A split program's outputs differ from the unsplit program's by more than the dtype allows."""
+    """A program's outputs differ from the model's by more than the dtype allows."""
+
+
+class FusionError(VerificationError):
+    """The reason are kernels that fusion put into the model."""

@@ -162,7 +162,7 @@ def former(
 def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> Form:
     """The model with kernels, its weights not prepared yet."""
     if not selection.patterns:
-        return Form(graph=graph, reason="it is switched off")
+        return Form(graph=graph, reason=selection.reason or "it is switched off")
     if not wanted:
         return Form(graph=graph, reason=f"{kind} is no Hopper GPU; fuse='all' takes plain forms")
     if selection.auto and any(_calls_kernel(o.equation) for o in graph.operations):

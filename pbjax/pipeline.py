@@ -1,8 +1,10 @@
 """`optimize`: from a model to a callable that runs as planned; the order of all other modules."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import SupportsIndex, overload
 
 import jax
@@ -16,9 +18,15 @@ from pbjax.classify import class_shares
 from pbjax.compilation import PackedWeights
 from pbjax.contest import Contest, run_contest
 from pbjax.device import Device, find_device
-from pbjax.errors import DeviceError, InputError, InputTypeError
+from pbjax.errors import (
+    DeviceError,
+    FusionError,
+    InputError,
+    InputTypeError,
+    PbjaxWarning,
+)
 from pbjax.functional import Model
-from pbjax.fusion import Patterns
+from pbjax.fusion import Patterns, Selection, selection_of
 from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
 from pbjax.plan import Plan
@@ -104,8 +112,9 @@ def optimize(
       unroll: Blocks in one step of the split program's loop; a plan brings its own. None lets 1
         compete with 2 and all of them where overlap ends at the boundary of a step.
       fuse: What to replace by kernels: "auto", all that is found, on Hopper GPUs and for models
-        that call no kernels themselves; "all"; "none"; names out of `pbjax.fusion.PATTERNS`, as a
-        collection or joined by commas. A name after a minus leaves out a pattern, or a match as
+        that call no kernels themselves, unless results are then not the model's, of which a
+        `PbjaxWarning` and the report tell; "all"; "none"; names out of `pbjax.fusion.PATTERNS`, as
+        a collection or joined by commas. A name after a minus leaves out a pattern, or a match as
         `.report()` names it: "all,-gemm.2".
       state: Which input is carried from call to call; the function returns its like. The callable
         is then an `OptimizedStep`. It runs as one or two sub-batches; profile, buckets and
@@ -127,8 +136,50 @@ def optimize(
     """
     _check_unroll(unroll)
     keep_programs()
+    run = partial(
+        _optimize,
+        model,
+        inputs,
+        variables=variables,
+        batch_axes=batch_axes,
+        split=split,
+        plan=plan,
+        profile=profile,
+        device=_this_device(device),
+        buckets=buckets,
+        unroll=unroll,
+        state=state,
+        progress=progress,
+    )
+    selection = selection_of(fuse)
+    try:
+        return run(fuse=selection)
+    except FusionError as error:
+        if not selection.auto:
+            raise
+        reason = f"left out, since with kernels it is not the model: {error}"
+    warnings.warn(f"fusion is {reason}", PbjaxWarning, stacklevel=2)
+    return run(fuse=Selection(patterns=frozenset(), reason=reason))
+
+
+def _optimize(
+    model: Model,
+    inputs: Sequence[object],
+    *,
+    variables: Mapping[str, object] | None,
+    batch_axes: object,
+    split: Sequence[SupportsIndex] | None,
+    plan: Plan | str | os.PathLike[str] | None,
+    profile: Profile | str | os.PathLike[str] | None,
+    device: Device,
+    buckets: Sequence[SupportsIndex] | None,
+    unroll: int | None,
+    fuse: Selection,
+    state: int | None,
+    progress: Progress | None,
+) -> Optimized | OptimizedStep:
+    """What `optimize` does, with the matches that are asked for."""
     phases = Phases(progress)
-    device = _this_device(device)
     if state is not None:
         _check_step_options(profile=profile, buckets=buckets)
         _check_split_or_plan(split, plan)

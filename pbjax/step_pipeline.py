@@ -13,7 +13,7 @@ from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.contest import NOISE_FACTOR
 from pbjax.device import Device
 from pbjax.functional import Model
-from pbjax.fusion import Patterns
+from pbjax.fusion import Patterns, Selection
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
 from pbjax.reports import MeasuredProgram, milliseconds
@@ -46,7 +46,7 @@ def optimize_step(
     phases: Phases,
     variables: Mapping[str, object] | None,
     batch_axes: object,
-    fuse: Patterns,
+    fuse: Patterns | Selection,
     split: Sequence[SupportsIndex] | None,
     plan: Plan | None,
 ) -> OptimizedStep:

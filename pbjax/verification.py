@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jaxtyping import Array
 
 from pallas_kernels.testing import tolerance
-from pbjax.errors import VerificationError
+from pbjax.errors import FusionError, VerificationError
 from pbjax.trace import Aval, Graph
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
@@ -106,8 +106,11 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
         allowed = allowed_difference(graph, found.dtype, magnitude)
     if error > allowed:
         index, name = place
-        remedy = "fuse='none'" if name == "unsplit" else "the unsplit model"
-        raise VerificationError(
+        # Without fusion the unsplit program is the model itself.
+        kind, remedy = VerificationError, "the unsplit model"
+        if name == "unsplit":
+            kind, remedy = FusionError, "fuse='none'"
+        raise kind(
             f"optimize: output {index} of the {name} program differs by {error:.3g} from the "
             f"model's; {allowed:.3g} is allowed for {found.dtype}; use {remedy}, and please report "
             "the model"

@@ -18,7 +18,7 @@ from models.kernels import with_kernels
 from pallas_kernels.testing import assert_close
 from pbjax.analysis import analyse
 from pbjax.device import find_device
-from pbjax.errors import InputError, VerificationError
+from pbjax.errors import FusionError, InputError, PbjaxWarning
 from pbjax.fusion import fusing
 from pbjax.trace import difference
 
@@ -94,6 +94,7 @@ def test_a_model_of_each_family_runs_with_kernels(name, sizes):
 
 SCALES = [1 + normal(i, D) * 0.1 for i in range(2)]
 MLPS = [(weight(2 + i, D, F), weight(4 + i, F, D)) for i in range(2)]
+ATTENTIONS = [[weight(10 * i + j, D, n * H) for j, n in enumerate((N, K, K, N))] for i in range(2)]
 
 
 def two_layers(x):
@@ -194,6 +195,29 @@ def test_a_match_that_there_is_not_is_refused_with_the_names_there_are():
     check_house_form(error)
 
 
+def hidden_at_the_left(x, mask):
+    """Causal, with padding: what queries without keys see is the mean of all values."""
+    qkv = (jnp.einsum("btd,dnh->btnh", x, w.reshape(D, -1, H)) for w in ATTENTIONS[0][:1] * 3)
+    q, k, v = qkv
+    seen = jnp.tril(jnp.ones((S, S), bool)) & mask[:, None, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) + jnp.where(seen, 0.0, -1e30)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+def test_what_kernels_do_not_compute_alike_is_told_and_left_out_unless_it_was_asked_for(
+    monkeypatch,
+):
+    mask = jnp.arange(S)[None] >= jnp.array([[3], [0]])
+    with pytest.raises(FusionError, match="fuse='none'"):
+        optimized(hidden_at_the_left, tokens(), mask, split=(2,))
+    for module in ("pallas_kernels.dispatch", "pbjax.forms"):  # as on a Hopper GPU
+        monkeypatch.setattr(f"{module}.targets_hopper", lambda: True)
+    with pytest.warns(PbjaxWarning, match="fusion is left out"):
+        fast = optimized(hidden_at_the_left, tokens(), mask, split=(2,), fuse="auto")
+    assert "it is not the model" in str(fast.report().fusion)
+    assert_close(fast(tokens(), mask), hidden_at_the_left(tokens(), mask), reduction=D)
+
+
 def test_a_match_that_computes_something_else_stops_optimize(monkeypatch):
     find = fusing.find_norm
 
@@ -204,12 +228,11 @@ def test_a_match_that_computes_something_else_stops_optimize(monkeypatch):
         return fusing.replace(found, function=lambda *x: [1.1 * y for y in found.function(*x)])
 
     monkeypatch.setattr(fusing, "find_norm", wrong)
-    with pytest.raises(VerificationError, match=r"fuse='all,-rms_norm\.1'"):
+    with pytest.raises(FusionError, match=r"fuse='all,-rms_norm\.1'"):
         optimized(two_layers, tokens(), split=(2,))
     optimized(two_layers, tokens(), split=(2,), fuse="all,-rms_norm.1")
 
 
-ATTENTIONS = [[weight(10 * i + j, D, n * H) for j, n in enumerate((N, K, K, N))] for i in range(2)]
 ROWS = 16
 
 

@@ -13,7 +13,7 @@ from jax.stages import Lowered
 from jaxtyping import Array
 
 from pallas_kernels.testing import assert_close
-from pbjax.errors import VerificationError
+from pbjax.errors import FusionError
 from pbjax.fusion.fusing import Fusion
 from pbjax.fusion.rewriting import Match, Operand
 from pbjax.trace import Aval, Graph, Operation, evaluate
@@ -30,7 +30,7 @@ def verify(fusion: Fusion, *, seed: int = 0) -> None:
       seed: Of the operands.
 
     Raises:
-      VerificationError: Results differ by more than their dtype allows.
+      FusionError: Results differ by more than their dtype allows.
     """
     checks = [
         _Check.of(graph, found, seed=seed + number)
@@ -93,7 +93,7 @@ def _compare(check: _Check, actual: Sequence[Array], expected: Sequence[Array]) 
                 name=found.kernel,
             )
         except AssertionError as error:
-            raise VerificationError(
+            raise FusionError(
                 f"fusion of {found.name} at {found.where}: {error}; kernel and model must "
                 f"agree; leave it out by fuse='all,-{found.name}', and please report the model"
             ) from None

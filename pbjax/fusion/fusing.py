@@ -56,7 +56,7 @@ def fuse(graph: Graph, patterns: Patterns | Selection = "all") -> Fusion:
     Raises:
       InputError: There is no such pattern or match.
     """
-    selection = patterns if isinstance(patterns, Selection) else selection_of(patterns)
+    selection = selection_of(patterns)
     found = _found(graph, selection.patterns, frozenset())
     names = _name(found, defaultdict(int))
     unknown = sorted(selection.without - names)

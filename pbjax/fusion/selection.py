@@ -19,24 +19,22 @@ class Selection:
       patterns: Names out of `PATTERNS`.
       without: Names of matches that are left as the model has them, such as "gemm.2".
       auto: Whether that holds only where kernels can run, and for models that call none.
+      reason: Why nothing is looked for, where that is not the caller's wish.
     """
 
     patterns: frozenset[str]
     without: frozenset[str] = frozenset()
     auto: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left out."""
-        return not self.without and self.patterns == frozenset(PATTERNS)
+    reason: str = ""
 
 
 def selection_of(wanted: object) -> Selection:
     """Reads the argument `fuse`.
 
     Args:
-      wanted: "auto", "all", "none", or names of patterns, as a collection or joined by commas. A
-        name after a minus leaves out a pattern or, with its number, a match: "all,-gemm.2".
+      wanted: A selection; or "auto", "all", "none", or names of patterns, as a collection or joined
+        by commas. A name after a minus leaves out a pattern or, with its number, a match:
+        "all,-gemm.2".
 
     Returns:
       What is meant; "auto" where nothing is named but what to leave out.
@@ -45,6 +43,8 @@ def selection_of(wanted: object) -> Selection:
       InputError: There is no such pattern, or names contradict each other.
       InputTypeError: It is no text and no collection of texts.
     """
+    if isinstance(wanted, Selection):
+        return wanted
     names = _names(wanted)
     added = {name for name in names if not name.startswith("-")}
     if not added and names:
