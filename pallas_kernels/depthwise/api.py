@@ -100,7 +100,7 @@ def _require_kernel(x, kernel, implementation: Implementation | None) -> None:
             f"depthwise_convolution(implementation='mosaic_gpu'): dtype is {x.dtype}; frames of "
             "float16 and bfloat16 are streamed; cast, or use implementation='xla'"
         )
-    # Of 256 features alone, frames lie one behind the other: Mosaic copies them as one line, which
+    # Of 256 features alone, frames lie one behind the other: Mosaic stores them as one line, which
     # does not end where a sequence does.
     narrow = x.shape[2] % mosaic_gpu.FEATURES or x.shape[2] == mosaic_gpu.FEATURES
     if narrow or kernel.shape[0] > mosaic_gpu.MAX_WIDTH:
