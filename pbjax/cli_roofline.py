@@ -16,13 +16,14 @@ from pbjax.cli_subject import (
     find_figures,
     find_subject,
     keep_measured,
+    measured_points,
     measured_reports,
     require_room,
 )
 from pbjax.errors import InputError
 
 if TYPE_CHECKING:
-    from pbjax.roofline_batching import Choice, PhaseStudy
+    from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
     from pbjax.roofline_points import Roofline
     from pbjax.roofline_whatif import Variant
 
@@ -111,7 +112,7 @@ def roofline(
         reports = measured_reports(subject, phases, batch, seq)
     else:
         reports = [subject.report(name, batch, seq) for name in phases]
-    from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text
+    from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
     from pbjax.roofline_text import report_text
 
     if measured is not None:
@@ -125,9 +126,14 @@ def roofline(
     if save_measured is not None:
         keep_measured(reports, seq, save_measured)
     curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
+    points: list[tuple[SizePoint, SizePoint]] = []
     if study:
         texts |= _study_texts(reports, curves)
         document["studies"] = [s.to_dict() | {"choice": asdict(c)} for s, c in curves]
+        points = measured_points(subject, reports, seq, measured)
+    if points:
+        texts["measured points"] = points_text(points)
+        document["measured_points"] = [asdict(found) for _, found in points]
     if what_if:
         answers = [_what_if(subject, report, seq, devices) for report in reports]
         if draft is not None:
@@ -136,7 +142,8 @@ def roofline(
         document["what_if"] = [data for _, data in answers]
     print(json.dumps(document) if as_json else "\n\n".join(texts.values()))
     if html is not None or figures is not None:
-        _write(reports, curves, texts, document, (html, figures))
+        found = tuple(point for _, point in points)
+        _write(reports, curves, found, texts, document, (html, figures))
     for report in reports:
         require_room(report)
 
@@ -164,6 +171,7 @@ def _study_texts(
 def _write(
     reports: "list[Roofline]",
     curves: "list[tuple[PhaseStudy, Choice]]",
+    measured: "tuple[SizePoint, ...]",
     texts: dict[str, str],
     document: dict[str, object],
     places: tuple[Path | None, Path | None],
@@ -172,7 +180,11 @@ def _write(
     from pbjax.roofline_pages import Findings, write_figures, write_page
 
     findings = Findings(
-        reports=tuple(reports), curves=tuple(curves), texts=texts, document=document
+        reports=tuple(reports),
+        curves=tuple(curves),
+        measured=measured,
+        texts=texts,
+        document=document,
     )
     page, folder = places
     written = [] if folder is None else write_figures(findings, folder)
@@ -198,6 +210,7 @@ def _curves(
         batch_size=report.items,
         seq_len=seq,
         max_seq_len=getattr(subject.shape.config, "max_seq_len", None),
+        curves="traced" if subject.kernels else "interpolated",
     )
     limit = None if latency_ms is None else latency_ms / 1e3
     return found, choose_point(found.by_batch, limit)

@@ -13,6 +13,7 @@ from pbjax.errors import InputError, MemoryBudgetError
 
 if TYPE_CHECKING:
     from pbjax.device import Device
+    from pbjax.roofline_batching import SizePoint
     from pbjax.roofline_points import Roofline
 
 Peaks = Literal["measured", "datasheet"]
@@ -159,6 +160,26 @@ def measured_reports(
         require_room(subject.report(phase, batch, seq))
     filled = replace(subject, shape=subject.shape.filled())
     return [filled.measured(phase, batch, seq) for phase in phases]
+
+
+def measured_points(
+    subject: Subject, reports: "Sequence[Roofline]", seq: int | None, table: Path | None
+) -> "list[tuple[SizePoint, SizePoint]]":
+    """Predicted and measured points: all that a table has, else what was measured now."""
+    from pbjax.roofline_batching import size_point
+    from pbjax.roofline_checks import MeasuredTable, measured_point
+
+    phases = {report.phase for report in reports}
+    sizes = [(r, r.items, seq or 0) for r in reports if r.measured is not None]
+    if table is not None:
+        known = MeasuredTable.load(table)
+        rows = [r for r in known.rows if r.model == subject.name and r.phase in phases]
+        lengths = [row.cached or row.tokens // row.items for row in rows]
+        sizes = [
+            (known.attached(subject.report(r.phase, r.items, n), r.cached), r.items, n)
+            for r, n in zip(rows, lengths, strict=True)
+        ]
+    return [(size_point(r, b, n), measured_point(r, b, n)) for r, b, n in sizes]
 
 
 def cached_tokens(report: "Roofline", seq: int | None) -> int:

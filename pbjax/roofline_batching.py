@@ -8,6 +8,7 @@ all others exactly. How the reports come about is the caller's business.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.roofline_points import Memory, Point, Roofline, Total, Traffic
@@ -166,6 +167,7 @@ def study_phase(
     batches: Sequence[int] | None = None,
     lengths: Sequence[int] = (64, 128, 256, 512, 1024, 2048, 4096, 8192),
     max_seq_len: int | None = None,
+    curves: Literal["interpolated", "traced"] = "interpolated",
 ) -> PhaseStudy:
     """Predicts a phase over batch and over length from a handful of reports.
 
@@ -177,6 +179,8 @@ def study_phase(
       batches: Which rows; None takes powers of two up to what fits, and what fits.
       lengths: Which lengths, of those that the model takes.
       max_seq_len: The longest that it takes; None = any.
+      curves: "traced" asks for a report at every batch and length: what kernels take by their
+        tiles is no straight line.
 
     Raises:
       MemoryBudgetError: Not one row fits.
@@ -189,11 +193,14 @@ def study_phase(
     allowed = [s for s in lengths if MIN_SEQ <= s <= (max_seq_len or s)]
     nodes = _nodes(allowed, 2 if phase == "decode" else 3)
     by_seq = {length: report_at(phase, batch_size, length) for length in nodes}
+    if curves == "traced":
+        by_batch |= {rows: report_at(phase, rows, seq_len) for rows in batches}
+        by_seq |= {length: report_at(phase, batch_size, length) for length in allowed}
     low, high = by_batch[BATCH_NODES[0]], by_batch[BATCH_NODES[1]]
     return PhaseStudy(
         phase=phase,
-        by_batch=tuple(size_point(interpolated(by_batch, b), b, seq_len) for b in batches),
-        by_seq=tuple(size_point(interpolated(by_seq, s), batch_size, s) for s in allowed),
+        by_batch=tuple(size_point(_at(by_batch, b), b, seq_len) for b in batches),
+        by_seq=tuple(size_point(_at(by_seq, s), batch_size, s) for s in allowed),
         critical_batch=_critical(_dense(low), _dense(high), low.ridge_point),
         layers={
             f"{a.stage}/{a.name}": _critical(_single(a), _single(b), low.ridge_point)
@@ -203,6 +210,10 @@ def study_phase(
         largest_batch=largest,
         kv_bytes_per_row=low.memory.kv_cache_bytes / BATCH_NODES[0],
     )
+
+
+def _at(known: Mapping[int, Roofline], size: int) -> Roofline:
+    return known[size] if size in known else interpolated(known, size)
 
 
 def _nodes(lengths: Sequence[int], count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pbjax.errors import InputError
 from pbjax.files import read_json, write_atomically
 from pbjax.profile_rows import Provenance
+from pbjax.roofline_batching import SizePoint, size_point
 from pbjax.roofline_points import Measured, Roofline, Total
 from pbjax.roofline_text import table_text, wrapped
 
@@ -151,6 +152,56 @@ class _File:
     table: MeasuredTable
 
 
+def measured_point(report: Roofline, batch_size: int, seq_len: int) -> SizePoint:
+    """What was measured of a call as a point of its phase's curves: device time, achieved rates.
+
+    Args:
+      report: With what was measured.
+      batch_size: Its rows.
+      seq_len: Tokens of a row; in decode those that its cache holds.
+    """
+    if report.measured is None:
+        raise AssertionError("a report of a call that was measured")
+    seconds = report.measured.device_s
+    kinds = {total.name: total.flops for total in report.kinds}
+    rates = {
+        kind: kinds.get(kind, 0.0) / spent if spent else 0.0
+        for kind, spent in report.measured.kinds.items()
+    }
+    return replace(
+        size_point(report, batch_size, seq_len),
+        seconds=seconds,
+        tokens_per_s=report.tokens / seconds,
+        dense_flops_per_s=rates.get("dense", 0.0),
+        attention_flops_per_s=rates.get("attention", 0.0),
+    )
+
+
+def points_text(points: Sequence[tuple[SizePoint, SizePoint]]) -> str:
+    """Predicted and measured points of curves as a table.
+
+    Args:
+      points: Predicted and measured, at the same size.
+    """
+    rows = [
+        (
+            p.phase,
+            f"{p.batch_size:,}",
+            f"{p.seq_len:,}",
+            p.seconds * 1e3,
+            m.seconds * 1e3,
+            f"{p.seconds / m.seconds - 1:+.0%}",
+            m.tokens_per_s,
+            m.dense_flops_per_s / 1e12,
+            m.attention_flops_per_s / 1e12,
+        )
+        for p, m in points
+    ]
+    columns = ("", "batch", "tokens", "predicted ms", "measured ms", "error", "tokens/s")
+    rates = ("dense TFLOP/s", "attention TFLOP/s")
+    return table_text("measured points of the curves: device time", (*columns, *rates), rows)
+
+
 def checks_rows(reports: Iterable[Roofline]) -> list[dict[str, object]]:
     """The checks of several reports as JSON-compatible rows."""
     return [
@@ -182,7 +233,7 @@ def checks_text(report: Roofline) -> str:
         )
         for check in checks
     ]
-    kernels_s = sum(measured.stages.values()) + measured.other_s
+    kernels_s = measured.device_s
     columns = ("stage", "predicted ms", "measured ms", "error", "TFLOP/s", "TB/s", "of attainable")
     title = (
         f"{report.model}, {report.phase}: predicted and measured on {measured.device_kind}, device "

@@ -6,17 +6,11 @@ from pathlib import Path
 
 from pbjax.errors import FileError
 from pbjax.files import write_atomically
-from pbjax.roofline_batching import Choice, PhaseStudy
-from pbjax.roofline_figures import (
-    front_figure,
-    png,
-    roofline_figure,
-    shares_figure,
-    study_figure,
-    svg,
-)
+from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
+from pbjax.roofline_figures import png, roofline_figure, shares_figure, svg
 from pbjax.roofline_html import Section, csv_text, page, points_csv
 from pbjax.roofline_points import Roofline
+from pbjax.study_figures import front_figure, study_figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +20,14 @@ class Findings:
     Attributes:
       reports: One a phase.
       curves: Study and choice of each phase; empty if none was asked for.
+      measured: Points that were measured, for the same curves.
       texts: Everything as text, by heading.
       document: Everything as JSON-compatible data.
     """
 
     reports: tuple[Roofline, ...]
     curves: tuple[tuple[PhaseStudy, Choice], ...]
+    measured: tuple[SizePoint, ...] = ()
     texts: Mapping[str, str]
     document: Mapping[str, object]
 
@@ -99,9 +95,11 @@ def _figures(findings: Findings):
             (
                 "study",
                 "Over batch and length",
-                study_figure(studies, reports[0]),
+                study_figure(studies, reports[0], findings.measured),
                 "Throughput, latency, and the rates that dense layers and attention can reach.",
-                _curve_csv([p for s in studies for p in (*s.by_batch, *s.by_seq)]),
+                _curve_csv(
+                    [p for s in studies for p in (*s.by_batch, *s.by_seq)], findings.measured
+                ),
             ),
             (
                 "front",
@@ -114,8 +112,9 @@ def _figures(findings: Findings):
     return found
 
 
-def _curve_csv(points: Sequence) -> str:
-    rows = [asdict(point) for point in points]
+def _curve_csv(predicted: Sequence[SizePoint], measured: Sequence[SizePoint] = ()) -> str:
+    rows = [{"source": "predicted", **asdict(point)} for point in predicted]
+    rows += [{"source": "measured", **asdict(point)} for point in measured]
     return csv_text(list(rows[0]), [list(row.values()) for row in rows])
 
 

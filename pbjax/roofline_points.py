@@ -218,6 +218,11 @@ class Measured:
     other_s: float
     calls: int
 
+    @property
+    def device_s(self) -> float:
+        """Device seconds of a call: of all its kernels."""
+        return sum(self.stages.values()) + self.other_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:

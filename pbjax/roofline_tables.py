@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
+from pbjax.roofline_batching import PLATEAU, Choice, PhaseStudy, SizePoint
 from pbjax.roofline_points import Roofline
 from pbjax.roofline_text import size, table_text, wrapped
 from pbjax.roofline_whatif import Speculation, Variant
@@ -71,9 +71,21 @@ def _conclusions(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
         "cache a row)",
         f"chosen: batch {choice.chosen.batch_size:,}: {choice.reason}"
         + (f"; runner-up {other.batch_size:,}" if other else ""),
+        f"throughput over the batch {turn_text(study.by_batch, 'batch_size', 'rows')}; over the "
+        f"length it {turn_text(study.by_seq, 'seq_len', 'tokens')}",
         "the Pareto front of latency and throughput is every batch that is not marked as beaten",
     ]
     return "\n".join(line for text in lines for line in wrapped(text))
+
+
+def turn_text(points: Sequence[SizePoint], size: str, unit: str) -> str:
+    """Where a curve's plateau begins, and where it has left it for good."""
+    best = max(point.tokens_per_s for point in points)
+    good = [i for i, p in enumerate(points) if p.tokens_per_s >= (1 - PLATEAU) * best]
+    text = f"is within {PLATEAU:.0%} of its best from {getattr(points[good[0]], size):,} {unit}"
+    if good[-1] + 1 < len(points):
+        return f"{text}, and falls again from {getattr(points[good[-1] + 1], size):,}"
+    return f"{text}, and does not fall again"
 
 
 def _rows(rows: float) -> str:

@@ -12,6 +12,7 @@ from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.roofline import roofline_report
 from pbjax.roofline_batching import SizePoint, choose_point, interpolated, size_point, study_phase
 from pbjax.roofline_points import Total
+from pbjax.roofline_tables import turn_text
 
 from .shapes import few_layers
 
@@ -204,3 +205,22 @@ def test_a_point_shows_what_its_report_says():
     found = size_point(report, 64, 256)
     assert found.tokens_per_s == 64 / report.total.seconds
     assert found.peak_bytes == report.memory.peak_bytes
+
+
+def test_a_study_says_where_the_plateau_begins_and_where_throughput_falls():
+    found = turn_text(CURVE[:-1], "batch_size", "rows")
+    assert found == "is within 2% of its best from 256 rows, and falls again from 1,024"
+    assert turn_text(CURVE[:3], "batch_size", "rows").endswith("does not fall again")
+
+
+def test_a_traced_study_asks_for_a_report_at_every_size():
+    asked = []
+
+    def noted(phase, rows, seq_len):
+        asked.append((rows, seq_len))
+        return on_small(phase, rows, seq_len)
+
+    options = {"batch_size": 4, "seq_len": 256, "batches": (1, 4), "lengths": (64, 128, 256)}
+    found = study_phase(noted, "decode", **options, curves="traced")
+    assert {(1, 256), (4, 256), (4, 128)} <= set(asked)
+    assert found.by_batch[1].seconds == pytest.approx(on_small("decode", 4, 256).total.seconds)

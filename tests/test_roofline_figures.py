@@ -18,15 +18,14 @@ from pbjax.errors import FileError, InputError
 from pbjax.roofline import roofline_report
 from pbjax.roofline_batching import choose_point, study_phase
 from pbjax.roofline_figures import (
-    front_figure,
     png,
     roofline_figure,
     shares_figure,
-    study_figure,
     svg,
 )
 from pbjax.roofline_html import points_csv
 from pbjax.roofline_pages import Findings, write_figures, write_page
+from pbjax.study_figures import front_figure, study_figure
 
 from .shapes import few_layers
 
@@ -67,6 +66,11 @@ FIGURES = {
     "roofline": lambda: roofline_figure(reports()),
     "shares": lambda: shares_figure(reports()),
     "study": lambda: study_figure([study for study, _ in curves()], reports()[0]),
+    "study and measured": lambda: study_figure(
+        [study for study, _ in curves()],
+        reports()[0],
+        [point for study, _ in curves() for point in study.by_batch[::2]],
+    ),
     "front": lambda: front_figure([choice for _, choice in curves()], reports()[0]),
 }
 
