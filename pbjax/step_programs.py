@@ -330,7 +330,13 @@ def _difference(analysis: Analysis, name: str, got: Array, want: Array) -> float
     else:
         allowed = 0.0
     if not found <= allowed:
-        raise (FusionError if name == "unsplit" else VerificationError)(
+        if name == "unsplit":  # Without fusion it is the function itself.
+            raise FusionError(
+                f"optimize: {got.dtype}{got.shape} of the step with kernels differs by "
+                f"{found:.3g} from the function's; {allowed:.3g} is allowed for {got.dtype}; pass "
+                "fuse='none'"
+            )
+        raise VerificationError(
             f"optimize: {got.dtype}{got.shape} of the {name} step differs by {found:.3g} from the "
             f"function's; {allowed:.3g} is allowed for {got.dtype}; keep the function as it is, or "
             "try fuse='none', and please report it"

@@ -106,14 +106,15 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
         allowed = allowed_difference(graph, found.dtype, magnitude)
     if error > allowed:
         index, name = place
-        # Without fusion the unsplit program is the model itself.
-        kind, remedy = VerificationError, "the unsplit model"
-        if name == "unsplit":
-            kind, remedy = FusionError, "fuse='none'"
-        raise kind(
+        if name == "unsplit":  # Without fusion it is the model itself.
+            raise FusionError(
+                f"optimize: output {index} of the model with kernels differs by {error:.3g} from "
+                f"its own; {allowed:.3g} is allowed for {found.dtype}; pass fuse='none'"
+            )
+        raise VerificationError(
             f"optimize: output {index} of the {name} program differs by {error:.3g} from the "
-            f"model's; {allowed:.3g} is allowed for {found.dtype}; use {remedy}, and please report "
-            "the model"
+            f"model's; {allowed:.3g} is allowed for {found.dtype}; use the unsplit model, and "
+            "please report it"
         )
     return error
 

@@ -13,7 +13,8 @@ from pbjax import errors
 
 SOURCE = Path(pbjax.__file__).parent
 MODULES = sorted(path.stem for path in SOURCE.glob("*.py") if path.stem != "__init__")
-ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type)}
+CLASSES = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+ERRORS = {name for name, value in CLASSES.items() if not issubclass(value, Warning)}
 PURE = (
     "errors",
     "files",
