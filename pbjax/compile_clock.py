@@ -51,10 +51,11 @@ class CompileClock:
             return
         end = time.perf_counter()
         start = end - duration_secs
-        inner = [span for span in self._spans if span.start_s >= start]
-        if step == "compile" and any(span.step == "load programs" for span in inner):
-            step = "load programs"
-        self._spans = [span for span in self._spans if span.start_s < start]
+        # Steps end in order, so that those inside this one are the last.
+        while self._spans and self._spans[-1].start_s >= start:
+            if step == "compile" and self._spans[-1].step == "load programs":
+                step = "load programs"
+            self._spans.pop()
         self._spans.append(_Span(step, start, end))
 
     @property
