@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import use_abstract_mesh
 
 from pallas_kernels.attention import attention
+from pallas_kernels.depthwise import depthwise_convolution
 from pallas_kernels.dispatch import default_sm_budget
 from pallas_kernels.gemm import gated_gemm, gemm
 from pallas_kernels.norm import add_layer_norm, layer_norm, quantized_layer_norm, rms_norm
@@ -109,6 +110,7 @@ def operation(f, *args):
 
 X, W, GAIN = normal(1, 2, 8, 256), normal(2, 256, 128), jnp.ones(256, jnp.bfloat16)
 Q, KV = normal(3, 2, 64, 4, 64), normal(4, 2, 64, 2, 64)
+ROWS, KERNEL = normal(5, 128, 4, 64), normal(6, 7, 512)
 RELAUNCHED = {
     "gemm": lambda _, x: gemm(x, W, bias=W[0], residual=x[..., :128], activation="gelu"),
     "gated_gemm": lambda _, x: gated_gemm(x, W, W, activation=None),
@@ -116,6 +118,12 @@ RELAUNCHED = {
     "rms_norm": lambda _, x: rms_norm(x, GAIN, eps=1e-5),
     "add_layer_norm": lambda _, x: add_layer_norm(x, x + 1, GAIN, eps=1e-5),
     "attention": lambda _, x: attention(Q + x[0, 0, 0], KV, KV, causal=True, window=9),
+    "relative attention": lambda _, x: attention(
+        Q + x[0, 0, 0], KV, KV, relative_rows=ROWS, relative_shift=ROWS[0]
+    ),
+    "depthwise_convolution": lambda _, x: depthwise_convolution(
+        jnp.tile(x, (1, 64, 2)), KERNEL, KERNEL[0], activation="silu"
+    ),
 }
 
 
