@@ -18,6 +18,8 @@ from pbjax.errors import FileError, PbjaxWarning
 
 VARIABLE = "PBJAX_CACHE_DIR"
 OFF = "off"
+# Where JAX has XLA keep what autotuning chose; XLA's help says that the folder must exist.
+_AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 # Of the records of verified programs, in JAX's folder.
 _VERIFIED = "pbjax_verified"
 
@@ -59,6 +61,7 @@ def _folder() -> Path | None:
     try:
         # What lies there will be run: it is the user's alone.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         text = (
             f"{VARIABLE}={named}: {folder} cannot be made: {error.strerror}; a folder that can be "

@@ -113,7 +113,7 @@ def test_a_program_is_verified_once_and_for_what_it_is(settings, tmp_path):
     assert verified_difference(key) is None
     note_verified(key, 0.25)
     assert verified_difference(key) == 0.25
-    (record,) = tmp_path.glob("*/*")
+    (record,) = tmp_path.glob("*/*.json")
     for damaged in ("", "{", "[]", '{"difference": null}'):
         record.write_text(damaged)
         assert verified_difference(key) is None
