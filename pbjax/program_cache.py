@@ -24,7 +24,7 @@ _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _VERIFIED = "pbjax_verified"
 
 
-def keep_programs() -> Path | None:
+def keep_programs() -> str | None:
     """Has JAX keep what it compiles from here on, unless its user has settled that.
 
     The folder is that of $PBJAX_CACHE_DIR, where "off" means none, else on a GPU pbjax in the
@@ -33,7 +33,7 @@ def keep_programs() -> Path | None:
     compilation cache is never changed.
 
     Returns:
-      The folder of JAX's cache; None if there is none.
+      The folder of JAX's cache, or its address; None if there is none.
 
     Raises:
       FileError: The folder that $PBJAX_CACHE_DIR names cannot be made.
@@ -43,13 +43,13 @@ def keep_programs() -> Path | None:
         return None
     chosen = config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
     if chosen is not None:
-        return Path(chosen)
+        return chosen
     folder = _folder()
     if folder is None:
         return None
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return folder
+    return str(folder)
 
 
 def _folder() -> Path | None:
@@ -122,8 +122,10 @@ def note_verified(key: str, difference: float) -> None:
 
 
 def _keeps() -> bool:
+    """Whether JAX keeps programs in a folder of this machine."""
     enabled = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
-    return enabled and jax.config.jax_compilation_cache_dir is not None  # pyrefly: ignore
+    folder = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
+    return enabled and folder is not None and "://" not in folder
 
 
 def _record(key: str) -> Path:

@@ -72,7 +72,7 @@ def test_nothing_is_kept_when_turned_off_or_by_default_on_a_cpu(settings, monkey
 def test_on_a_gpu_programs_lie_in_the_users_cache_folder(settings, monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert keep_programs() == tmp_path / "pbjax"
+    assert keep_programs() == str(tmp_path / "pbjax")
     assert settings.jax_compilation_cache_dir == str(tmp_path / "pbjax")
     assert settings.jax_persistent_cache_min_compile_time_secs == 0.0
 
@@ -80,7 +80,7 @@ def test_on_a_gpu_programs_lie_in_the_users_cache_folder(settings, monkeypatch, 
 def test_what_jax_was_told_is_kept(settings, monkeypatch, tmp_path):
     monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "ours"))
     settings.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-    assert keep_programs() == tmp_path / "theirs"
+    assert keep_programs() == str(tmp_path / "theirs")
     assert settings.jax_persistent_cache_min_compile_time_secs == 1.0
     assert not (tmp_path / "ours").exists()
 
@@ -104,6 +104,8 @@ def test_a_program_is_verified_once_and_for_what_it_is(settings, tmp_path):
         return jax.jit(lambda x: factor * x).lower(jnp.ones(3))
 
     assert program_key(lowered(2.0)) == ""  # Nothing is kept yet.
+    settings.update("jax_compilation_cache_dir", "gs://bucket")
+    assert program_key(lowered(2.0)) == ""  # Not on this machine.
     note_verified("", 0.25)
     assert verified_difference("") is None
     settings.update("jax_compilation_cache_dir", str(tmp_path))
