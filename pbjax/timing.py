@@ -34,7 +34,8 @@ MIN_SAMPLE_S = 0.02
 SAMPLES = 5
 CLOCK_TICK_S = 1e-6
 # Whole programs on a GPU: so many calls are queued that what launches them hides behind the work.
-MIN_QUEUED_CALLS = 10
+MIN_QUEUED_CALLS = 4
+MIN_QUEUED_S = 0.15
 MAX_TRACED_CALLS = 100
 
 
@@ -66,8 +67,7 @@ def time_alternately(
     """
     for function in functions:
         jax.block_until_ready(function())
-    least = MIN_QUEUED_CALLS if jax.default_backend() == "gpu" else 1
-    calls = [max(least, _calls_per_sample(_sample(f, (), 1))) for f in functions]
+    calls = [_calls_to_queue(_sample(function, (), 1)) for function in functions]
     seconds: list[list[float]] = [[] for _ in functions]
     for done in range(samples):
         progress(done, samples, "rounds")
@@ -250,6 +250,13 @@ def _time_kernels(function: Callable, *args: object) -> Timing:
     calls = max(SAMPLES, min(MAX_TRACED_CALLS, _calls_per_sample(_sample(function, args, 1))))
     kernels = traced_kernels(function, args, calls)
     return summary(busy_seconds([(k.start_s, k.end_s) for k in kernels], calls))
+
+
+def _calls_to_queue(seconds_per_call: float) -> int:
+    calls = _calls_per_sample(seconds_per_call)
+    if jax.default_backend() != "gpu":
+        return calls
+    return max(calls, MIN_QUEUED_CALLS, int(MIN_QUEUED_S / max(seconds_per_call, CLOCK_TICK_S)))
 
 
 def _calls_per_sample(seconds_per_call: float) -> int:

@@ -98,11 +98,12 @@ def test_functions_are_sampled_in_turn(monkeypatch):
     assert clock.calls[-6:] == ["a", "b"] * 3
 
 
-def test_many_calls_are_queued_on_a_gpu_however_long_they_take(monkeypatch):
+@pytest.mark.parametrize(("seconds", "calls"), [(1.0, 4), (0.0299, 5), (0.0099, 15)])
+def test_calls_are_queued_on_a_gpu_until_launching_them_hides(monkeypatch, seconds, calls):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
-    time_alternately([clock.job("a", endless(9.0, then=1.0))], lambda *_: None, samples=3)
-    assert len(clock.calls) == 2 + 3 * timing.MIN_QUEUED_CALLS
+    time_alternately([clock.job("a", endless(9.0, then=seconds))], lambda *_: None, samples=3)
+    assert len(clock.calls) == 2 + 3 * calls
 
 
 def test_call_too_short_for_the_clock_is_timed(monkeypatch):
