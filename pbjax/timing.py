@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -221,7 +221,7 @@ def _job(runs: Sequence[Run]) -> _Job:
     return tuple((run.stage.name, run.size, run.sm_budget) for run in runs)
 
 
-def _stages(program: Program) -> dict[str, tuple[Stage, Sequence[Aval]]]:
+def _stages(program: Program) -> Mapping[str, tuple[Stage, Sequence[Aval]]]:
     """The stages by name, with the shapes and dtypes of the values that they number."""
     inner, outer = program.block.avals, program.graph.avals
     found = {stage.name: (stage, inner) for stage in program.stages}
