@@ -21,6 +21,7 @@ from pbjax.step import OptimizedStep, StateLayout
 from pbjax.step_programs import (
     Runner,
     StepProgram,
+    Timed,
     check_room,
     differences,
     find_state,
@@ -99,20 +100,27 @@ def optimize_step(
     if others:
         with phases.phase("verify"):
             difference = differences(analysis, runner, others, reference)
-    timings: list[Timing] = []
+    timed: list[Timed] = []
     if choice.timed:
         with phases.phase("measure") as report:
-            timings = runner.seconds(steps, report)
-    kept, reason = _decide(steps, timings, choice)
+            timed = runner.seconds(steps, report)
+    kept, reason = _decide(steps, timed, choice)
     made = plan if plan is not None and not choice.timed else None
-    made = made or _plan(analysis, steps, timings, (kept, reason), difference)
+    made = made or _plan(analysis, steps, timed, (kept, reason), difference)
     return OptimizedStep(
         kept.program,
         analysis.weights,
         kept.layout,
         analysis.graph.out_tree,
         made,
-        _report(analysis, leaves, choice, steps, timings, made, phases),
+        _report(
+            analysis,
+            choice,
+            timed,
+            made,
+            phases,
+            state_bytes=sum(leaves[i].nbytes for i in whole.inputs),
+        ),
     )
 
 
@@ -143,48 +151,47 @@ def _compiled(
 
 
 def _decide(
-    steps: Sequence[StepProgram], timings: Sequence[Timing], choice: StepChoice
+    steps: Sequence[StepProgram], timed: Sequence[Timed], choice: StepChoice
 ) -> tuple[StepProgram, str]:
     """The program that is kept, and why."""
     if choice.kept is not None:
         by_name = {step.name: step for step in steps}
         return by_name.get(choice.kept, by_name["unsplit"]), choice.reason
-    measured = {step.name: (step, timing) for step, timing in zip(steps, timings, strict=True)}
-    unsplit, base = _better_whole(measured)
+    measured = {each.step.name: each for each in timed}
+    unsplit = _better_whole(measured)
     if "woven" not in measured:
-        return unsplit, choice.reason
-    step, woven = measured["woven"]
-    gain, noise = base.median_s - woven.median_s, _noise(base, woven)
-    figures = (
-        f"woven {milliseconds(woven.median_s)} ms, {unsplit.name} {milliseconds(base.median_s)} ms"
-    )
-    if gain > noise:
-        return step, f"{figures}: {base.median_s / woven.median_s:.2f}x"
-    lost = "slower" if gain <= 0 else f"the gain is inside the noise of {milliseconds(noise)} ms"
-    return unsplit, f"{figures}: {lost}"
+        return unsplit.step, choice.reason
+    woven = measured["woven"]
+    gain = woven.gain(unsplit)
+    base_s, woven_s, noise_s = unsplit.timing.median_s, woven.timing.median_s, _noise_s(gain)
+    figures = f"woven {milliseconds(woven_s)} ms, {unsplit.step.name} {milliseconds(base_s)} ms"
+    if gain.median_s > noise_s:
+        return woven.step, f"{figures}: {base_s / woven_s:.2f}x"
+    inside = f"the gain is inside the noise of {milliseconds(noise_s)} ms"
+    return unsplit.step, f"{figures}: {'slower' if gain.median_s <= 0 else inside}"
 
 
-def _better_whole(measured: Mapping[str, tuple[StepProgram, Timing]]) -> tuple[StepProgram, Timing]:
+def _better_whole(measured: Mapping[str, Timed]) -> Timed:
     """The unsplit program with kernels, unless the function is faster as it was given."""
     fused, plain = measured["unsplit"], measured.get("plain", measured["unsplit"])
-    gain = fused[1].median_s - plain[1].median_s
-    return plain if gain > _noise(fused[1], plain[1]) else fused
+    gain = plain.gain(fused)
+    return plain if gain.median_s > _noise_s(gain) else fused
 
 
-def _noise(a: Timing, b: Timing) -> float:
-    return NOISE_FACTOR * max(a.spread_s, b.spread_s)
+def _noise_s(gain: Timing) -> float:
+    return NOISE_FACTOR * gain.spread_s
 
 
 def _plan(
     analysis: Analysis,
     steps: Sequence[StepProgram],
-    timings: Sequence[Timing],
+    timed: Sequence[Timed],
     decided: tuple[StepProgram, str],
     difference: float | None,
 ) -> Plan:
     kept, reason = decided
     sizes = steps[-1].layout.sizes
-    measured = {step.name: t.median_s for step, t in zip(steps, timings, strict=True)}
+    measured = {each.step.name: each.timing.median_s for each in timed}
     predicted = {step.name: step.predicted_s for step in steps}
     return Plan(
         model=analysis.model.name,
@@ -213,35 +220,35 @@ def _plan(
 
 def _report(
     analysis: Analysis,
-    leaves: Sequence[Array],
     choice: StepChoice,
-    steps: Sequence[StepProgram],
-    timings: Sequence[Timing],
+    timed: Sequence[Timed],
     plan: Plan,
     phases: Phases,
+    *,
+    state_bytes: int,
 ) -> StepReport:
     roles = [role_of(operation) for operation in analysis.graph.operations]
     return StepReport(
         model=analysis.model.name,
         device_kind=analysis.device.kind,
         batch_size=analysis.batch.batch_size,
-        state_bytes=sum(leaves[i].nbytes for i in steps[0].layout.inputs),
+        state_bytes=state_bytes,
         hosts=roles.count(Role.HOST),
         guests=roles.count(Role.GUEST),
         riding=choice.way.riding if choice.way else 0.0,
         programs=tuple(
             MeasuredProgram(
-                name=step.name,
-                sizes=step.layout.sizes,
-                staggers=(0,) * len(step.layout.sizes),
-                predicted_s=step.predicted_s,
-                measured_s=timing.median_s,
-                spread_s=timing.spread_s,
-                temporary_bytes=step.temporary_bytes,
+                name=each.step.name,
+                sizes=each.step.layout.sizes,
+                staggers=(0,) * len(each.step.layout.sizes),
+                predicted_s=each.step.predicted_s,
+                measured_s=each.timing.median_s,
+                spread_s=each.timing.spread_s,
+                temporary_bytes=each.step.temporary_bytes,
                 weight_bytes=0,
-                compile_s=step.compile_s,
+                compile_s=each.step.compile_s,
             )
-            for step, timing in zip(steps, timings, strict=bool(timings))
+            for each in timed
         ),
         plan=plan,
         warnings=choice.warnings,

@@ -18,7 +18,7 @@ from pbjax.timing import Timing, summary
 from pbjax.verification import allowed_difference
 from pbjax.woven import WovenProgram
 
-ROUNDS, CALLS = 5, 8
+ROUNDS, CALLS = 7, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +220,29 @@ def _lowered(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A program that was timed.
+
+    Attributes:
+      step: The program.
+      seconds: Of a call, in each round.
+    """
+
+    step: StepProgram
+    seconds: tuple[float, ...]
+
+    @property
+    def timing(self) -> Timing:
+        """Median and spread over the rounds."""
+        return summary(self.seconds)
+
+    def gain(self, other: "Timed") -> Timing:
+        """Seconds that this program saves over another, round by round: a drift hits both alike."""
+        pairs = zip(other.seconds, self.seconds, strict=True)
+        return summary([theirs - own for theirs, own in pairs])
+
+
 class Runner:
     """Calls programs on the example, one copy of its state at a time.
 
@@ -250,7 +273,7 @@ class Runner:
 
     def seconds(
         self, steps: Sequence[StepProgram], progress: Callable[[int, int, str], None]
-    ) -> list[Timing]:
+    ) -> list[Timed]:
         """Wall-clock seconds of a call of each program, in turns.
 
         Args:
@@ -268,7 +291,7 @@ class Runner:
                 jax.block_until_ready((outputs, pieces))
                 found.append((time.perf_counter() - start) / CALLS)
                 del outputs, pieces
-        return [summary(found) for found in times]
+        return [Timed(step=s, seconds=tuple(t)) for s, t in zip(steps, times, strict=True)]
 
     def _steady(self, layout: StateLayout, pieces: Pieces) -> Pieces:
         places = [i for i, x in enumerate(pieces[0]) if jnp.issubdtype(x.dtype, jnp.integer)]

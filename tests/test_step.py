@@ -12,6 +12,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.testing import assert_close
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.step import StateLayout
+from pbjax.step_pipeline import _decide
+from pbjax.step_programs import StepProgram, Timed
+from pbjax.step_ways import StepChoice
 
 from .kernel_decoder import LAYERS, B, F, decode_step, inputs
 
@@ -269,18 +272,50 @@ def test_a_batch_too_small_to_split_runs_unsplit(batch_size):
     assert_same_cache(fast.release(fast(x, fast.hold(cache)).cache), expected)
 
 
-@pytest.mark.parametrize("sizes", [(5,), (3, 2)])
-def test_cut_and_joined_a_state_is_itself(sizes):
-    leaves = [jnp.arange(10).reshape(5, 2), jnp.arange(15).reshape(3, 5), jnp.arange(4)]
-    layout = StateLayout(
+def layout_of(leaves, axes, sizes):
+    return StateLayout(
         argument=0,
         tree=jax.tree.structure(leaves),
-        inputs=range(3),
-        outputs=range(3),
-        axes=(0, 1, None),
+        inputs=range(len(leaves)),
+        outputs=range(len(leaves)),
+        axes=axes,
         sizes=sizes,
         signature=tuple((x.shape, x.dtype) for x in leaves),
         others=jax.tree.structure(()),
     )
+
+
+def timed(name, *seconds):
+    program = StepProgram(
+        name=name,
+        layout=layout_of([], (), (4,)),
+        program=lambda: None,
+        predicted_s=None,
+        temporary_bytes=0,
+        compile_s=0.0,
+    )
+    return Timed(step=program, seconds=seconds)
+
+
+# Seconds rise from round to round as the device grows warm; what is compared is each round.
+@pytest.mark.parametrize(
+    ("woven_s", "kept", "reason"),
+    [
+        ((0.9, 1.9, 2.9, 3.9), "woven", "1.04x"),
+        ((0.9, 1.8, 3.1, 3.8), "unsplit", "inside the noise"),
+        ((1.1, 2.1, 3.1, 4.1), "unsplit", "slower"),
+    ],
+)
+def test_a_gain_is_that_of_each_round(woven_s, kept, reason):
+    found = [timed("unsplit", 1.0, 2.0, 3.0, 4.0), timed("woven", *woven_s)]
+    step, why = _decide([each.step for each in found], found, StepChoice(way=None))
+    assert step.name == kept
+    assert reason in why
+
+
+@pytest.mark.parametrize("sizes", [(5,), (3, 2)])
+def test_cut_and_joined_a_state_is_itself(sizes):
+    leaves = [jnp.arange(10).reshape(5, 2), jnp.arange(15).reshape(3, 5), jnp.arange(4)]
+    layout = layout_of(leaves, (0, 1, None), sizes)
     for got, want in zip(layout.join(layout.cut(leaves)), leaves, strict=True):
         assert (got == want).all()
