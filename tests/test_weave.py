@@ -95,3 +95,18 @@ def test_a_guest_that_cannot_be_divided_rides_whole_in_the_next_host():
         Launch(main=Piece(lane=1, item=0), guest=None),
         Launch(main=Piece(lane=1, item=1), guest=Piece(lane=0, item=1)),
     )
+
+
+def test_more_layers_need_no_more_kinds_of_launches():
+    # Each kind is a kernel to compile: how many parts of which guest ride in which host.
+    def kinds(num_layers):
+        program = decoder(num_layers, 1.0, (0.1, 0.1, 0.5, 0.3))
+        launches = weave(program, program)
+        return {
+            (launch.main.item % 6, launch.guest.first, launch.guest.count)
+            for launch in launches
+            if launch.guest
+        }
+
+    assert kinds(32) == kinds(4)
+    assert len(kinds(32)) < 12
