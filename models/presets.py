@@ -102,7 +102,8 @@ class ModelShape:
         """The model up to its last hidden states, where it has a language model head."""
         if not getattr(self.config, "lm_head", False):
             return self
-        config = replace(self.config, lm_head=False)
+        config: Any = self.config
+        config = replace(config, lm_head=False)
         dtype = str(jax.tree.leaves(nnx.state(self.module))[0].dtype)
         module = nnx.eval_shape(lambda: self.family.build(config, dtype))
         return replace(self, config=config, module=module)

@@ -129,9 +129,9 @@ def _budgets(
     for share in GUEST_SHARES:
         guest = round(share * num_sms)
         shared = (guest, num_sms - guest) if _is_guest(a, b) else (num_sms - guest, guest)
-        sides = zip(shared, (a, b), strict=True)
-        taken = tuple(n if s.fingerprint in takers else 0 for n, s in sides)
-        budgets += [taken] if any(taken) else []
+        taken_a, taken_b = (shared[i] * (s.fingerprint in takers) for i, s in enumerate((a, b)))
+        if taken_a or taken_b:
+            budgets.append((taken_a, taken_b))
     return budgets
 
 

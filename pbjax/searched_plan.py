@@ -13,6 +13,9 @@ from pbjax.profile_table import Profile
 from pbjax.search import Candidate, SearchResult
 from pbjax.throughput import Evaluator
 
+# As when whole programs are timed: what a split gains must be more than twice the spread.
+NOISE_FACTOR = 2.0
+
 
 def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
     """The plan that a search predicts to be fastest; nothing in it was measured as a whole.
@@ -27,6 +30,11 @@ def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
     """
     whole, split = found.by_count[1], best_split(found)
     shown = split or whole
+    noise_s = NOISE_FACTOR * table_spread(analysis.outline, profile, found)
+    pays = split is not None and (
+        whole.prediction.makespan_s - split.prediction.makespan_s > noise_s
+    )
+    sequential_s = sequential_seconds(analysis.outline, profile, split)
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
@@ -38,12 +46,12 @@ def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
         sm_budgets=dict(shown.sm_budgets),
         unroll=1,
         compiler_options={},
-        decision="split" if split is not None and split is found.best else "unsplit",
-        reason=reason(whole, split, sequential_seconds(analysis.outline, profile, split)),
+        decision="split" if pays else "unsplit",
+        reason=reason(whole, split, sequential_s, noise_s),
         digest=found.digest,
         predicted=Seconds(
             unsplit=whole.prediction.makespan_s,
-            sequential=sequential_seconds(analysis.outline, profile, split),
+            sequential=sequential_s,
             split=split.prediction.makespan_s if split else None,
         ),
         measured=Seconds(),
@@ -67,25 +75,51 @@ def sequential_seconds(outline: Outline, profile: Profile, split: Candidate | No
     return sum(map(Evaluator(outline, profile).chain_seconds, split.split.sizes))
 
 
-def reason(whole: Candidate, split: Candidate | None, sequential_s: float | None) -> str:
-    """Why the unsplit batch or a split is predicted to be fastest, in a sentence."""
-    if split is None or sequential_s is None:
-        return "a batch of this size cannot be split"
-    unsplit_s, split_s = whole.prediction.makespan_s, split.prediction.makespan_s
-    ideal_s = split.prediction.ideal_s
-    if not unsplit_s:
-        return "the table says that nothing takes any time"
-    costs = sequential_s / unsplit_s - 1
-    gains = sequential_s - split_s
+def table_spread(outline: Outline, profile: Profile, found: SearchResult) -> float:
+    """By how much repeated measurements of all stages of the unsplit batch spread, in seconds.
+
+    The quartile distances of the rows nearest to the batch, added up: stages were measured one
+    after the other, so that what disturbed one need not have disturbed the next.
+    """
+    batch_size = found.by_count[1].split.batch_size
+    chain = (outline.prologue, *outline.block, outline.epilogue)
+    repeats = (1, *[outline.num_blocks] * len(outline.block), 1)
+    total = 0.0
+    for stage, times in zip(chain, repeats, strict=True):
+        rows = [r for r in profile.rows if stage and r.fingerprint == stage.fingerprint]
+        alone = [row for row in rows if not row.sm_budget]
+        nearest = min(alone, key=lambda row: abs(row.batch_size - batch_size), default=None)
+        total += times * nearest.spread_s if nearest else 0.0
+    return total
+
+
+def reason(
+    whole: Candidate, split: Candidate | None, sequential_s: float | None, noise_s: float
+) -> str:
+    """Why the unsplit batch or a split is kept, in a sentence.
+
+    Args:
+      whole: The unsplit batch.
+      split: The best split; None if the batch cannot be split.
+      sequential_s: Predicted seconds of the split's sub-batches one after the other.
+      noise_s: What a split must gain.
+    """
+    unsplit_s = whole.prediction.makespan_s
+    if split is None or sequential_s is None or not unsplit_s:
+        return "the batch cannot be split, or the table says that nothing takes any time"
+    split_s, ideal_s = split.prediction.makespan_s, split.prediction.ideal_s
     sizes = " + ".join(map(str, split.split.sizes))
     figures = (
-        f"splitting into {sizes} lengthens the kernels by {costs:.1%}, and running them side by "
-        f"side gives back {gains / unsplit_s:.1%}"
+        f"splitting into {sizes} lengthens the kernels by {sequential_s / unsplit_s - 1:.1%}, and "
+        f"running them side by side gives back {(sequential_s - split_s) / unsplit_s:.1%}: "
+        f"{unsplit_s / split_s:.3f}x of the unsplit speed"
     )
+    if unsplit_s - split_s > noise_s:
+        return f"{figures}, more than the noise of {1e3 * noise_s:.3g} ms"
     if split_s < unsplit_s:
-        return f"{figures}: predicted {unsplit_s / split_s:.3f}x faster than unsplit"
-    bound = f"; were classes to overlap wholly, it would be {unsplit_s / ideal_s:.3f}x"
-    return f"{figures}: predicted {unsplit_s / split_s:.3f}x of the unsplit speed{bound}"
+        return f"{figures}, inside the noise of {1e3 * noise_s:.3g} ms"
+    bound = f"{unsplit_s / ideal_s:.3f}x if different classes overlapped wholly"
+    return f"{figures}; {bound}"
 
 
 def document_of(plan: Plan, found: SearchResult, best: SearchResult | None) -> dict[str, object]:

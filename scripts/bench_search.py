@@ -17,6 +17,8 @@ from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageIn
 from pbjax.search import search
 
 SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
+# SMs of stages of the classes TENSOR, CUDA and MEMORY, on a device of 132.
+BUDGETS = ((72, 20, 40), (84, 8, 32), (60, 12, 60))
 
 
 def main():
@@ -26,11 +28,15 @@ def main():
     parser.add_argument("--stages", type=int, default=8, help="stages of the block")
     parser.add_argument("--blocks", type=int, default=12, help="how often the block repeats")
     parser.add_argument("--tables", type=int, default=20, help="how many random tables")
+    parser.add_argument("--budgets", type=int, default=2, help="choices of SM budgets in a table")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tables")
     args = parser.parse_args()
     outline = program(args.stages, args.blocks)
     chance = random.Random(args.seed)
-    tables = [table(chance, outline, args.batch, SHAPES[i % 5]) for i in range(args.tables)]
+    choices = BUDGETS[: args.budgets]
+    tables = [
+        table(chance, outline, args.batch, SHAPES[i % 5], choices) for i in range(args.tables)
+    ]
     results = [search(outline, each, args.batch) for each in tables]
     report(args, results)
 
@@ -42,6 +48,7 @@ def report(args, results):
         "stages": args.stages,
         "blocks": args.blocks,
         "tables": args.tables,
+        "budgets": args.budgets,
         "seed": args.seed,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -84,8 +91,11 @@ def program(num_stages, num_blocks):
     )
 
 
-def table(chance, outline, batch_size, shape):
-    """Random seconds for every stage, and random slowdowns for every pair of classes."""
+def table(chance, outline, batch_size, shape, budgets=()):
+    """Random seconds for every stage, and random slowdowns for every pair of classes.
+
+    Within budgets a stage takes up to a fifth longer; it was measured so at three sizes.
+    """
     sizes = grid(batch_size)
     rows = [
         row(stage, size, seconds)
@@ -93,6 +103,14 @@ def table(chance, outline, batch_size, shape):
         for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
     ]
     measured = sizes[-4:-1]
+    alone = {(r.stage, r.batch_size): r.median_s for r in rows}
+    shares = [dict(zip(ResourceClass, sms, strict=True)) for sms in budgets]
+    for share in shares:
+        rows += [
+            row(each, size, chance.uniform(1, 1.2) * alone[each.name, size], share[each.resource])
+            for each in outline.block
+            for size in measured
+        ]
     pairs = [
         pair(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
         for i, a in enumerate(outline.stages)
@@ -100,6 +118,20 @@ def table(chance, outline, batch_size, shape):
         if a.resource != b.resource
         for m in measured
         for n in measured
+    ]
+    pairs += [
+        pair(
+            a,
+            b,
+            (m, m),
+            (chance.uniform(1, 1.2), chance.uniform(1, 1.2)),
+            (share[a.resource], share[b.resource]),
+        )
+        for share in shares
+        for i, a in enumerate(outline.block)
+        for b in outline.block[i + 1 :]
+        if a.resource != b.resource
+        for m in measured
     ]
     provenance = Provenance(
         device_kind="none",
@@ -128,7 +160,7 @@ def curve(chance, shape, sizes):
     return [shapes[shape](size) * 1e-4 for size in sizes]
 
 
-def row(stage, batch_size, median_s):
+def row(stage, batch_size, median_s, sm_budget=0):
     """One row of a table."""
     return Row(
         stage=stage.name,
@@ -137,20 +169,20 @@ def row(stage, batch_size, median_s):
         dtype=stage.dtype,
         batch_size=batch_size,
         shape=stage.shape,
-        sm_budget=0,
+        sm_budget=sm_budget,
         median_s=median_s,
         spread_s=0.0,
         samples=1,
     )
 
 
-def pair(a, b, batch_sizes, slowdowns):
+def pair(a, b, batch_sizes, slowdowns, sm_budgets=(0, 0)):
     """One row of two stages together."""
     return CorunRow(
         stages=(a.name, b.name),
         fingerprints=(a.fingerprint, b.fingerprint),
         batch_sizes=batch_sizes,
-        sm_budgets=(0, 0),
+        sm_budgets=sm_budgets,
         slowdowns=slowdowns,
     )
 
