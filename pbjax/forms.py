@@ -47,11 +47,6 @@ class Form:
     hoisted: Hoisted | None = None
     reason: str = ""
 
-    @property
-    def fused(self) -> bool:
-        """Whether kernels stand in the graph that the model does not call."""
-        return self.hoisted is not None
-
     def prepare(self, params: Sequence[Array]) -> tuple[Array, ...]:
         """The weights of the graph, from the leaves of any params of the model."""
         weights = [*params, *map(jnp.asarray, self.graph.constants)]

@@ -257,6 +257,11 @@ def test_help_answers(arguments):
     assert "Usage" in result.stdout
 
 
+def test_a_pattern_that_there_is_not_is_refused(folder, sentences):
+    result = embed(folder, sentences, "--fuse", "atention", "--json")
+    assert "no pattern 'atention'" in check_error(result, 2)
+
+
 @pytest.mark.parametrize("arguments", [("fly",), ("optimize",), ("optimize", "x", "--batch", "0")])
 def test_wrong_usage_is_refused(arguments):
     assert invoke(*arguments).exit_code == 2

@@ -14,11 +14,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
-from pbjax.errors import InputError, VerificationError
+from pbjax.errors import FusionError, InputError, InputTypeError
 from pbjax.functional import functional
-from pbjax.fusion import PATTERNS, fuse, hoist, verify
+from pbjax.fusion import PATTERNS, fuse, hoist, listed, selection_of, verify
 from pbjax.trace import difference, evaluate, trace
 from tests import networks, user_models
+from tests.jobs import check_house_form
 from tests.user_models import LENGTHS, PADDING, B, D, F, H, N, S, normal, tokens
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -72,6 +73,47 @@ def test_each_pattern_can_be_switched_off():
             rest = fuse(graph, set(PATTERNS) - {pattern})
             assert pattern not in {m.pattern for m in rest.matches}
     assert fuse(graph, "none").graph is graph
+
+
+@pytest.mark.parametrize(
+    ("wanted", "patterns", "without", "auto"),
+    [
+        ("auto", PATTERNS, (), True),
+        ("all", PATTERNS, (), False),
+        ("none", (), (), False),
+        ((), (), (), False),
+        ("qkv, gemm", ("qkv", "gemm"), (), False),
+        ({"gemm"}, ("gemm",), (), False),
+        ("-qkv", sorted(set(PATTERNS) - {"qkv"}), (), True),
+        (["all", "-gemm.2", "-qkv"], sorted(set(PATTERNS) - {"qkv"}), ("gemm.2",), False),
+    ],
+)
+def test_names_of_patterns_are_read(wanted, patterns, without, auto):
+    found = selection_of(wanted)
+    assert found.patterns == frozenset(patterns)
+    assert (found.without, found.auto) == (frozenset(without), auto)
+    assert selection_of(found) is found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind"),
+    [
+        ("", InputError),
+        ("all,none", InputError),
+        (("auto", "gemm"), InputError),
+        ("-all", InputError),
+        ("-gemm.x", InputError),
+        ("gemm.2", InputError),
+        (None, InputTypeError),
+        (True, InputTypeError),
+        (3, InputTypeError),
+        ((1, 2), InputTypeError),
+    ],
+)
+def test_what_names_no_patterns_is_refused(wanted, kind):
+    with pytest.raises(kind) as error:
+        selection_of(wanted)
+    check_house_form(error)
 
 
 def test_an_unknown_pattern_is_refused_with_the_names_there_are():
@@ -136,6 +178,20 @@ def test_attention_that_the_kernel_cannot_do_is_left_alone_with_the_reason(model
     (miss,) = fusion.misses
     assert miss.pattern == "attention"
     assert re.search(reason, miss.reason)
+
+
+def test_the_list_has_equal_misses_once_and_says_where_nothing_was_found():
+    def twice(q, k, v):
+        return softcapped(softcapped(q, k, v), k, v)
+
+    fusion = fused(twice, *QKV)
+    text = str(listed(fusion, len(fusion.graph.operations)))
+    assert "not matched: attention" in text
+    assert ", 2 x: the scores go through tanh" in text
+    assert "leave a match out" not in text
+    assert (
+        str(listed(fused(jnp.tanh, *QKV[:1]), 1)) == "fusion: none: no kernel computes a part of it"
+    )
 
 
 def test_a_pattern_that_is_off_is_not_reported_as_missed():
@@ -224,7 +280,7 @@ def test_a_kernel_that_computes_something_else_is_found_by_verification():
         return tuple(1.01 * result for result in first.function(*operands))
 
     broken = replace(fusion, matches=(replace(first, function=wrong),))
-    with pytest.raises(VerificationError, match=r"fusion of layer_norm.1 at .*please report"):
+    with pytest.raises(FusionError, match=r"fusion of layer_norm.1 at .*please report"):
         verify(broken)
 
 

@@ -22,7 +22,7 @@ from pbjax.errors import FusionError, InputError, PbjaxWarning
 from pbjax.fusion import fusing
 from pbjax.trace import difference
 
-from . import user_models
+from . import networks, user_models
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form
 from .test_fusion_families import DATA, IDS, LAYERS
@@ -90,6 +90,13 @@ def test_a_model_of_each_family_runs_with_kernels(name, sizes):
     fast = optimized(models.load(DATA / name), *inputs, split=sizes)
     assert kernels(fast.report())["layer_norm" if name != "llama" else "rms_norm"] > 2 * LAYERS
     assert fast.plan.measured.plain == SECONDS["plain"]
+
+
+def test_the_body_of_a_loop_over_layers_is_fused_and_split():
+    network = networks.nnx_scan(3)
+    fast = optimized(network.model, *network.inputs(4), split=(3, 1))
+    assert {k.kernel for k in fast.report().fusion.kinds if k.in_loop} >= {"layer_norm"}
+    assert names(fast) == ["plain", "unsplit", "split"]
 
 
 SCALES = [1 + normal(i, D) * 0.1 for i in range(2)]

@@ -69,6 +69,8 @@ class FusionReport:
             f"fusion: {self.operations_before:,} operations become {self.operations_after:,}; "
             "leave a match out by fuse='all,-NAME'"
         )
+        if not self.kinds:
+            title = "fusion: none: no kernel computes a part of it"
         return "\n".join([title, *map(_line, self.kinds), *map(_miss_line, self.misses)])
 
 
