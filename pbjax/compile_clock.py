@@ -1,16 +1,19 @@
 """Seconds in which JAX makes programs: traces, lowers, compiles, or loads one that was kept."""
 
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from jax import monitoring
 
-_STEPS = {
-    "/jax/core/compile/jaxpr_trace_duration": "trace",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
-    "/jax/core/compile/backend_compile_duration": "compile",
-    "/jax/compilation_cache/cache_retrieval_time_sec": "load programs",
+TRACE, LOWER, COMPILE, LOAD = STEPS = ("trace", "lower", "compile", "load programs")
+_EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": TRACE,
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": LOWER,
+    "/jax/core/compile/backend_compile_duration": COMPILE,
+    "/jax/compilation_cache/cache_retrieval_time_sec": LOAD,
 }
 
 
@@ -23,13 +26,16 @@ class _Span:
 
 @dataclass(slots=True)
 class CompileClock:
-    """Adds up what JAX reports while it is entered; what ran inside another step counts once.
+    """Adds up what JAX reports while it is entered, in all threads.
 
-    A program that is read from the compilation cache counts as loaded, not as compiled. Programs
-    made in several threads at once add up to more than the time that passed.
+    A moment counts once: for the last of `STEPS` that is under way. So tracing inside lowering is
+    lowering, and two programs that compile at the same time take no more than the time that passed.
+    A program that the compilation cache had is loaded, not compiled.
     """
 
     _spans: list[_Span] = field(default_factory=list)
+    # Thread -> when it began to read a program; JAX reports that before the step it is part of.
+    _reading: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> "CompileClock":
         """Starts to listen."""
@@ -46,29 +52,35 @@ class CompileClock:
         monitoring.unregister_event_duration_listener(self._hear)
 
     def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:
-        step = _STEPS.get(event)
+        step, thread = _EVENTS.get(event), threading.get_ident()
         if step is None:
             return
         end = time.perf_counter()
         start = end - duration_secs
-        # Steps end in order, so that those inside this one are the last.
-        while self._spans and self._spans[-1].start_s >= start:
-            if step == "compile" and self._spans[-1].step == "load programs":
-                step = "load programs"
-            self._spans.pop()
+        if step == LOAD:
+            self._reading[thread] = start
+            return
+        if step == COMPILE and self._reading.pop(thread, -1.0) >= start:
+            step = LOAD
         self._spans.append(_Span(step, start, end))
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by step, in the order of the steps; those that did not occur are left out."""
-        found = {}
-        for step in _STEPS.values():
-            if spans := [span for span in self._spans if span.step == step]:
-                found[step] = sum(span.end_s - span.start_s for span in spans)
-        return found
+        edges = [(span.start_s, 1, span.step) for span in self._spans]
+        edges += [(span.end_s, -1, span.step) for span in self._spans]
+        found: dict[str, float] = {}
+        active: Counter[str] = Counter()
+        last = 0.0
+        for moment, change, step in sorted(edges):
+            if busy := next((s for s in reversed(STEPS) if active[s]), None):
+                found[busy] = found.get(busy, 0.0) + moment - last
+            last = moment
+            active[step] += change
+        return {step: found[step] for step in STEPS if step in found}
 
     @property
     def programs(self) -> dict[str, int]:
         """How many programs were compiled, and how many loaded."""
         steps = [span.step for span in self._spans]
-        return {step: steps.count(step) for step in ("compile", "load programs")}
+        return {step: steps.count(step) for step in (COMPILE, LOAD)}

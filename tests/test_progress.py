@@ -129,6 +129,18 @@ def test_making_programs_counts_apart_and_once(monkeypatch):
     assert found == {"measure": 13.5, "trace": 3.0, "compile": 2.0, "load programs": 1.5}
 
 
+def test_programs_that_compile_at_the_same_time_take_the_time_that_passed(monkeypatch):
+    now = iter([0.0, 5.0, 6.0, 8.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    phases = Phases()
+    with phases.phase("build"):
+        for seconds in (4.0, 3.0):  # from 1 to 5, and from 3 to 6
+            event = "/jax/core/compile/backend_compile_duration"
+            monitoring.record_event_duration_secs(event, seconds)
+    found = {phase.name: phase.seconds for phase in phases.finished()}
+    assert found == {"build": 3.0, "compile": 5.0}
+
+
 def test_phase_that_fails_is_clocked_and_not_done():
     seen = []
     phases = Phases(lambda *state: seen.append(state))
