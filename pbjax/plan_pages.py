@@ -93,11 +93,12 @@ def _figures(report: Report) -> "list[tuple[str, str, Figure, str, str]]":
     """Name, title, figure, caption and data of each."""
     slices, plan = plan_slices(report), report.plan
     sizes = " + ".join(map(str, plan.sizes))
+    kept = "" if plan.decision == "split" or len(plan.sizes) == 1 else " (not kept)"
     found = [
         (
             "timetable",
             "Timetable",
-            timetable_figure(slices, f"{report.model}, {sizes} rows, predicted"),
+            timetable_figure(slices, f"{report.model}, {sizes} rows{kept}, predicted"),
             "Stages of each sub-batch; what stands above each other runs side by side.",
             csv_text(
                 ("row", "stage", "start_s", "end_s", "class", "block", "slot", "sm_budget"),

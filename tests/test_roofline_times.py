@@ -1,0 +1,107 @@
+"""What measured ceilings change of a group's seconds: attention, tiles, weights, functions."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.attention import attention
+from pallas_kernels.gemm import gemm
+from pbjax.classify import classify
+from pbjax.device import ResourceClass, find_device
+from pbjax.roofline import roofline_report
+from pbjax.trace import trace
+
+DATASHEET = find_device("NVIDIA H200")
+MEASURED = replace(
+    DATASHEET,
+    tensor_flops_per_s={"bfloat16": 700e12},
+    attention_flops_per_s={64: 350e12, 128: 500e12},
+    functions_per_s={"tanh": 1e12},
+    weight_bytes_per_s=4e12,
+    launch_s=2e-6,
+)
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+
+
+def of(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def kernel_point(function, *shapes, device=MEASURED, **options):
+    with use_abstract_mesh(H200):
+        report = roofline_report(function, *shapes, device=device, **options)
+    return max(report.points, key=lambda point: point.seconds)
+
+
+def heads(width, tokens=1024):
+    return (of(4, tokens, 8, width),) * 3
+
+
+@pytest.mark.parametrize(("width", "rate"), [(64, 350e12), (128, 500e12), (112, 500e12)])
+def test_attention_has_the_rate_of_the_nearest_head(width, rate):
+    point = kernel_point(lambda q, k, v: attention(q, k, v), *heads(width))
+    assert point.kind == "attention"
+    assert point.tensor_s == pytest.approx(4 * 4 * 8 * 1024**2 * width / rate, rel=0.05)
+
+
+def test_a_causal_kernel_computes_half_of_the_scores_and_the_diagonal():
+    whole = kernel_point(lambda q, k, v: attention(q, k, v), *heads(128))
+    half = kernel_point(lambda q, k, v: attention(q, k, v, causal=True), *heads(128))
+    assert half.flops == pytest.approx(whole.flops, rel=0.05)
+    assert half.tensor_s / whole.tensor_s == pytest.approx((1 + 128 / 1024) / 2, rel=0.05)
+
+
+def test_a_ragged_length_is_computed_in_whole_tiles():
+    whole = kernel_point(lambda q, k, v: attention(q, k, v), *heads(128, 256))
+    ragged = kernel_point(lambda q, k, v: attention(q, k, v), *heads(128, 200))
+    assert ragged.tensor_s == pytest.approx(whole.tensor_s, rel=0.05)
+
+
+def test_attention_written_out_has_that_rate_too_and_its_softmax_in_it():
+    def plain(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    report = roofline_report(plain, *heads(64), device=MEASURED)
+    (point,) = [point for point in report.points if point.kind == "attention"]
+    assert point.cuda_s == 0
+    assert point.tensor_s == pytest.approx(4 * 4 * 8 * 1024**2 * 64 / 350e12, rel=0.01)
+    unfused = roofline_report(plain, *heads(64), device=MEASURED, attention="unfused")
+    assert max(p.cuda_s for p in unfused.points) > 0
+
+
+def test_few_rows_leave_most_of_the_device_idle():
+    shapes = of(8, 14336), of(14336, 4096)
+    measured = kernel_point(lambda x, w: gemm(x, w), *shapes, weights=(1,))
+    datasheet = kernel_point(lambda x, w: gemm(x, w), *shapes, device=DATASHEET, weights=(1,))
+    assert measured.tensor_s > 2 * measured.memory_s
+    assert measured.resource == ResourceClass.TENSOR
+    assert datasheet.resource == ResourceClass.MEMORY
+    large = kernel_point(lambda x, w: gemm(x, w), of(8192, 8192), of(8192, 8192), weights=(1,))
+    assert large.tensor_s == pytest.approx(2 * 8192**3 / 700e12, rel=0.01)
+
+
+def test_weights_are_read_at_their_own_rate_and_every_kernel_is_launched():
+    point = kernel_point(lambda x, w: x @ w, of(1, 4096), of(4096, 4096), weights=(1,))
+    assert point.memory_s == pytest.approx(2 * (4096**2 + 2 * 4096) / 4e12)
+    assert point.launch_s == 2e-6
+    assert point.seconds == point.memory_s + point.launch_s
+
+
+def test_a_chain_is_one_launch():
+    report = roofline_report(lambda x: jnp.sin(x) * 2 + 1, of(1024), device=MEASURED)
+    assert sum(point.launch_s for point in report.points) == 2e-6
+
+
+def test_a_function_is_charged_at_its_measured_rate():
+    graph = trace(lambda params, x: (jnp.tanh(x), jnp.exp(x)), (), of(1 << 20))
+    tanh, exp = classify(graph, MEASURED)
+    assert tanh.compute_s == pytest.approx((1 << 20) / 1e12)
+    assert tanh.resource == ResourceClass.CUDA
+    fast = replace(MEASURED, functions_per_s={"tanh": 1e13})
+    assert classify(graph, fast)[0].resource == ResourceClass.MEMORY
+    assert exp.compute_s == classify(graph, DATASHEET)[1].compute_s
