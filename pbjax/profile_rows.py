@@ -148,7 +148,7 @@ class Curve:
             raise InputError(
                 f"seconds(stage={self.stage!r}, batch_size={batch_size}): outside what was "
                 f"measured; sizes from {self.sizes[0]} to {self.sizes[-1]} are allowed; measure "
-                f"batch size {size} (`pbjax optimize --profile`, or pbjax.profiling.fill)"
+                f"batch size {size} (`pbjax profile`, or `pbjax optimize --profile`)"
             )
         low = high - 1
         share = (size - self.sizes[low]) / (self.sizes[high] - self.sizes[low])

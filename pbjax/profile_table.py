@@ -71,7 +71,7 @@ class Profile:
             raise InputError(
                 f"seconds(stage={stage.name!r}, sm_budget={sm_budget}): the profile has no row of "
                 f"this stage (fingerprint {stage.fingerprint}); it has {self._known(sm_budget)}; "
-                "measure the missing rows (`pbjax optimize --profile`, or pbjax.profiling.fill)"
+                "measure the missing rows (`pbjax profile`, or `pbjax optimize --profile`)"
             )
         return curve
 
