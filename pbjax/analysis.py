@@ -17,7 +17,7 @@ from jaxtyping import Array
 from pbjax.batching import Rows, find_rows
 from pbjax.classify import Label, classify
 from pbjax.device import Device
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import FusionError, InputError, InputTypeError, ModelError
 from pbjax.forms import PROBE_SIZE, Form, former, translated
 from pbjax.functional import Functional, Model, check_state, functional
 from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
@@ -119,6 +119,7 @@ def analyse(
       InputError: The inputs do not have one batch size, or there is no such pattern.
       InputTypeError: An input is no array, or fuse no text.
       ModelError: The model mixes the rows of its batch, keeps state, or cannot be traced.
+      FusionError: Only with kernels its rows cannot be told apart, or it depends on their number.
     """
     seam = functional(model, variables)
     batch = find_batch(inputs, batch_axes)
@@ -134,7 +135,7 @@ def analyse(
             f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
             "can be optimized; call it as it is"
         )
-    rows = find_rows(graph, probe, size, PROBE_SIZE, batch.axes)
+    rows = _rows(seam, form, form_at(PROBE_SIZE), size, batch)
     labels = classify(graph, device)
     cutting = cut(graph, labels, device, probe)
 
@@ -146,7 +147,7 @@ def analyse(
         model=seam,
         batch=batch,
         graph=graph,
-        source=form.fusion.source if form.fusion else graph,
+        source=form.source,
         labels=labels,
         scanned=cutting.repetition.scanned,
         outline=outline(program_at(size), program_at(PROBE_SIZE), size),
@@ -159,6 +160,23 @@ def analyse(
         fusion=form.report(),
         device=device,
     )
+
+
+def _rows(
+    seam: Functional, form: Form, probe: Form, size: int, batch: BatchAxes
+) -> tuple[Rows | None, ...]:
+    """Where the rows of the batch lie in every value of the graph with kernels."""
+    try:
+        return find_rows(form.graph, probe.graph, size, PROBE_SIZE, batch.axes)
+    except ModelError as error:
+        if form.graph is form.source:
+            raise
+        # A model that mixes its rows is refused here, for what it does itself.
+        find_rows(form.source, probe.source, size, PROBE_SIZE, batch.axes)
+        raise FusionError(
+            f"{seam.name}: its rows cannot be told apart with kernels: {error}; as it is they can; "
+            "pass fuse='none', and please report the model"
+        ) from error
 
 
 def whole_batch(

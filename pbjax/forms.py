@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import HOPPER_SMS, targets_hopper
 from pallas_kernels.operation import PRIMITIVE
 from pbjax.dataflow import signature
 from pbjax.device import Device
-from pbjax.errors import DeviceError, ModelError, PbjaxError
+from pbjax.errors import DeviceError, FusionError, ModelError, PbjaxError
 from pbjax.functional import Functional
 from pbjax.fusion import Fusion, FusionReport, Hoisted, Selection, fuse, hoist, listed, verify
 from pbjax.trace import Aval, Graph, difference, evaluate, trace
@@ -46,6 +46,11 @@ class Form:
     fusion: Fusion | None = None
     hoisted: Hoisted | None = None
     reason: str = ""
+
+    @property
+    def source(self) -> Graph:
+        """The model's own graph."""
+        return self.graph if self.fusion is None else self.fusion.source
 
     def prepare(self, params: Sequence[Array]) -> tuple[Array, ...]:
         """The weights of the graph, from the leaves of any params of the model."""
@@ -91,7 +96,7 @@ class Form:
         """Runs each match and what it replaces on random operands.
 
         Raises:
-          VerificationError: Results differ by more than their dtype allows.
+          FusionError: Results differ by more than their dtype allows.
         """
         if self.fusion is not None:
             verify(self.fusion)
@@ -129,7 +134,7 @@ def former(
             "a CPU for their plain form; leave out fuse="
         )
     wanted = hopper if selection.auto else bool(selection.patterns)
-    first: list[Graph] = []
+    first: list[Form] = []
 
     @cache
     def fused_at(batch_size: int) -> Form:
@@ -139,8 +144,8 @@ def former(
                 graph = trace(seam.apply, seam.params, *inputs_at(batch_size))
             form = _fused(graph, selection, device.kind, wanted=wanted)
         if batch_size >= PROBE_SIZE:
-            first.append(form.graph)
-            _check_alike(seam, first[0], form.graph, batch_size)
+            first.append(form)
+            _check_alike(seam, first[0], form, batch_size)
         return form
 
     @cache
@@ -183,13 +188,20 @@ def _calls_kernel(equation: JaxprEqn) -> bool:
     return any(_calls_kernel(inner) for body in bodies for inner in body.eqns)
 
 
-def _check_alike(seam: Functional, first: Graph, graph: Graph, batch_size: int) -> None:
-    changed = difference(first, graph)
+def _check_alike(seam: Functional, first: Form, form: Form, batch_size: int) -> None:
+    changed = difference(first.source, form.source)
     if changed:
         raise ModelError(
             f"{seam.name}: at batch size {batch_size} it computes something else than at another: "
             f"{changed}; the operations must be the same at every batch size; take sizes from the "
             "inputs' shapes and do not compute with the batch size"
+        )
+    changed = difference(first.graph, form.graph)
+    if changed:
+        raise FusionError(
+            f"{seam.name}: at batch size {batch_size} other kernels are found than at another: "
+            f"{changed}; they must be the same at every batch size; pass fuse='none', and please "
+            "report the model"
         )
 
 

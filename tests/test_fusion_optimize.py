@@ -15,10 +15,12 @@ from flax import nnx
 import models
 import pbjax
 from models.kernels import with_kernels
+from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
+from pbjax import analysis
 from pbjax.analysis import analyse
 from pbjax.device import find_device
-from pbjax.errors import FusionError, InputError, PbjaxWarning
+from pbjax.errors import FusionError, InputError, ModelError, PbjaxWarning
 from pbjax.fusion import fusing
 from pbjax.trace import difference
 
@@ -194,6 +196,36 @@ def test_a_pattern_or_a_match_is_left_out_by_its_name(left_out):
     assert ("rms_norm.1" in str(found.fusion)) == (left_out == "rms_norm.1")
     rest = {"gemm(silu)": 2, "gemm(residual)": 2}
     assert {k: n for k, n in kernels(found).items() if k != "rms_norm"} == rest
+
+
+def test_a_model_that_only_kernels_make_unlike_is_told_from_one_that_is_refused(monkeypatch):
+    found = fusing.find_norm
+
+    def sometimes(reading, value, **options):
+        """As a pattern that rests on the batch size, by mistake."""
+        return None if reading.shape(value)[0] == 2 else found(reading, value, **options)
+
+    monkeypatch.setattr(fusing, "find_norm", sometimes)
+    with pytest.raises(FusionError, match="other kernels are found") as error:
+        analyse(two_layers, (jnp.concatenate([tokens()] * 2),), device=H200)
+    check_house_form(error)
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="reduce_sum"):
+        analyse(lambda x: two_layers(x - x.mean(0)), (tokens(),), device=H200)
+
+
+def test_rows_that_only_kernels_mix_are_told_from_those_that_the_model_mixes(monkeypatch):
+    rows = analysis.find_rows
+
+    def confused(graph, *rest):
+        if any(o.primitive == PRIMITIVE for o in graph.operations):
+            raise ModelError("it mixes; rows; by a kernel")
+        return rows(graph, *rest)
+
+    monkeypatch.setattr(analysis, "find_rows", confused)
+    with pytest.raises(FusionError, match="told apart with kernels"):
+        analyse(two_layers, (tokens(),), device=H200)
+    assert not analyse(two_layers, (tokens(),), device=H200, fuse="none").fused
 
 
 def test_a_match_that_there_is_not_is_refused_with_the_names_there_are():
