@@ -305,7 +305,9 @@ class _Counter:
                 staged.stages[place] = namer.stages[i], kind
             if kind == "attention" and tensor and self._fuse:
                 compute_s *= attention_slowdown(operation, self._device)
+            memory_s = traffic.total / bandwidth(self._device, kind)
             tiled_s = repeats * len(places) * product_s(operation, self._device)
+            idle_s = max(0.0, tiled_s - max(compute_s, memory_s))
             # What attention was measured at has its softmax in it.
             inside = moved.regions[section.start + i] is not None and self._fuse
             measured = inside and bool(self._device.attention_flops_per_s)
@@ -319,10 +321,10 @@ class _Counter:
                 dtype=_dtype(operation) if contracts else "",
                 flops=repeats * sum(cost.flops + cost.transcendentals for cost in costs),
                 traffic=traffic,
-                tensor_s=max(compute_s, tiled_s) if tensor else 0.0,
+                tensor_s=compute_s if tensor else 0.0,
                 cuda_s=0.0 if tensor or measured else compute_s,
-                memory_s=traffic.total / bandwidth(self._device, kind),
-                launch_s=launches * self._device.launch_s,
+                memory_s=memory_s,
+                launch_s=launches * self._device.launch_s + idle_s,
             )
             self.points.append(point)
 

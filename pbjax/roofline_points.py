@@ -74,7 +74,8 @@ class Point:
       tensor_s: Seconds of tensor cores at their peak.
       cuda_s: Seconds of other arithmetic at its peak.
       memory_s: Seconds that the bytes take at peak bandwidth.
-      launch_s: What its kernels take beside their work; 0 by a datasheet.
+      launch_s: What its kernels take beside their work: launches, and tiles that leave most of the
+        device idle; 0 by a datasheet.
     """
 
     stage: str

@@ -150,7 +150,8 @@ def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
             linestyle="",
             label=f"chosen: batch {chosen.batch_size:,}",
         )
-        limits = {"xlim": (x[0] / 1.4, 2.2 * x[-1]), "ylim": (min(y) / 2, 2 * max(y))}
+        right = x[-1] * max(2.2, (x[-1] / x[0]) ** 0.15)  # room for the last name
+        limits = {"xlim": (x[0] / 1.4, right), "ylim": (min(y) / 2, 2 * max(y))}
         for point in _named(choice, limits):
             axes.annotate(
                 f"{point.batch_size:,}",
