@@ -63,13 +63,16 @@ def _folder() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        text = (
-            f"{VARIABLE}={named}: {folder} cannot be made: {error.strerror}; a folder that can be "
-            f"written, or {OFF}, is allowed; set {VARIABLE}"
-        )
         if named:
-            raise FileError(text) from error
-        warnings.warn(f"compiled programs are not kept: {text}", PbjaxWarning, stacklevel=3)
+            raise FileError(
+                f"{VARIABLE}={named}: it cannot be made ({error.strerror}); a folder that can be "
+                f"written, or {OFF}, is allowed; name another"
+            ) from error
+        text = (
+            f"{folder} cannot be made ({error.strerror}): compiled programs are not kept; set "
+            f"{VARIABLE} to another folder, or to {OFF}"
+        )
+        warnings.warn(text, PbjaxWarning, stacklevel=3)
         return None
     return folder
 

@@ -92,10 +92,10 @@ def test_a_folder_that_cannot_be_made_is_refused_if_named_and_else_a_warning(
     file.touch()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    with pytest.warns(PbjaxWarning, match="programs are not kept: .*set PBJAX_CACHE_DIR"):
+    with pytest.warns(PbjaxWarning, match="programs are not kept; set PBJAX_CACHE_DIR"):
         assert keep_programs() is None
     monkeypatch.setenv(program_cache.VARIABLE, str(file / "below"))
-    with pytest.raises(FileError, match=r"PBJAX_CACHE_DIR=.*cannot be made.*Not a directory"):
+    with pytest.raises(FileError, match=r"PBJAX_CACHE_DIR=.*cannot be made \(Not a directory"):
         keep_programs()
 
 
