@@ -18,17 +18,21 @@ class Pair:
     Attributes:
       first: Position of the first sub-batch.
       second: Position of the second.
+      place: first * width + second, where width is one more than there are positions.
       slowdowns: Of both, for each measured pair of batch sizes; at least 1; none where they were
         not measured together, but budgets make them slower.
-      budgeted: Whether they run under SM budgets, and must, even where that is slower.
       meetings: By how many stages the first must run ahead for them to meet, and how often then.
     """
 
     first: int
     second: int
+    place: int
     slowdowns: tuple[tuple[float, float], ...]
-    budgeted: bool
     meetings: tuple[tuple[int, int], ...]
+
+
+# Whether within budgets, and the pairs of batch sizes with rows.
+type _Measured = tuple[bool, tuple[tuple[int, int], ...]]
 
 
 def measured_budgets(outline: Outline, profile: Profile) -> tuple[Mapping[str, int], ...]:
@@ -56,8 +60,8 @@ def stage_budgets(outline: Outline, profile: Profile, sm_budgets: Mapping[str, i
 
 def find_pairs(
     outline: Outline, profile: Profile, budgets: Sequence[int]
-) -> dict[tuple[tuple[int, int], ...], list[Pair]]:
-    """The pairs of positions that cost otherwise together, by the batch sizes with rows.
+) -> dict[_Measured, list[Pair]]:
+    """The pairs of positions that cost otherwise together, by budget or not and batch sizes.
 
     Args:
       outline: The program.
@@ -65,7 +69,7 @@ def find_pairs(
       budgets: Of each stage, as `stage_budgets` gives them.
     """
     chain = (outline.prologue, *outline.block, outline.epilogue)
-    pairs: dict[tuple[tuple[int, int], ...], list[Pair]] = {}
+    pairs: dict[_Measured, list[Pair]] = {}
     for first, stage_a in enumerate(chain):
         for second, stage_b in enumerate(chain):
             if stage_a is None or stage_b is None:
@@ -78,11 +82,12 @@ def find_pairs(
                 pair = Pair(
                     first=first,
                     second=second,
+                    place=first * (len(chain) + 1) + second,
                     slowdowns=tuple(slowed(row) for row in rows),
-                    budgeted=any(both),
                     meetings=_meetings(outline, first, second),
                 )
-                pairs.setdefault(tuple(row.batch_sizes for row in rows), []).append(pair)
+                key = any(both), tuple(row.batch_sizes for row in rows)
+                pairs.setdefault(key, []).append(pair)
     return pairs
 
 

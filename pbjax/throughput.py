@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.meetings import find_pairs, slowed, stage_budgets
+from pbjax.meetings import Pair, find_pairs, slowed, stage_budgets
 from pbjax.outline import Outline
 from pbjax.profile_rows import measured_size, nearest
 from pbjax.profile_table import Profile
@@ -97,7 +97,7 @@ class Evaluator:
     def kinks(self) -> tuple[int, ...]:
         """Batch sizes where the predicted seconds may bend or jump, ascending."""
         kinks = {size for curve in (*self._curves, *self._within) if curve for size in curve.sizes}
-        for batch_sizes in self._pairs:
+        for _, batch_sizes in self._pairs:
             sizes = sorted({size for pair in batch_sizes for size in pair})
             # Between two measured sizes the nearer one changes at their geometric mean.
             means = [math.isqrt(a * b) for a, b in pairwise(sizes)]
@@ -247,35 +247,45 @@ class Evaluator:
         return found
 
     def _saved(self, size_a: int, size_b: int) -> list[float]:
-        """Seconds saved by each pair of positions, at first * width + second."""
+        """Seconds saved by each pair of positions, at first * width + second.
+
+        As Profile.pair_saving; written out, since the search lives here.
+        """
         found = self._savings.get((size_a, size_b))
         if found is None:
-            first, second = self._seconds(size_a), self._seconds(size_b)
-            within_a, within_b = self._seconds_within(size_a), self._seconds_within(size_b)
-            width = self._width
-            found = [0.0] * width**2
-            measured_a, measured_b = measured_size(size_a), measured_size(size_b)
-            for batch_sizes, pairs in self._pairs.items():
-                row = nearest(batch_sizes, measured_a, measured_b) if batch_sizes else None
+            found = self._savings[size_a, size_b] = [0.0] * self._width**2
+            measured = measured_size(size_a), measured_size(size_b)
+            alone_a, alone_b = self._seconds(size_a), self._seconds(size_b)
+            for (budgeted, batch_sizes), pairs in self._pairs.items():
+                row = nearest(batch_sizes, *measured) if batch_sizes else None
+                if budgeted:
+                    self._save_within(found, pairs, row, size_a, size_b)
+                    continue
                 for pair in pairs:
-                    # As Profile.pair_saving; written out, since the search lives here.
-                    alone_a, alone_b = first[pair.first], second[pair.second]
-                    time_a, time_b = alone_a, alone_b
-                    if pair.budgeted:
-                        time_a, time_b = within_a[pair.first], within_b[pair.second]
-                    if row is None:
-                        together = time_a + time_b
-                    else:
-                        slow_a, slow_b = pair.slowdowns[row]
-                        slowed_a, slowed_b = time_a * slow_a, time_b * slow_b
-                        together = slowed_a if slowed_a > slowed_b else slowed_b
-                    if pair.budgeted:  # no slot is shorter than its longest stage with all SMs
-                        together = max(together, alone_a, alone_b)
-                    saving = alone_a + alone_b - together
-                    if saving > 0 or pair.budgeted:
-                        found[pair.first * width + pair.second] = saving
-            self._savings[size_a, size_b] = found
+                    slow_a, slow_b = pair.slowdowns[row or 0]
+                    time_a, time_b = alone_a[pair.first], alone_b[pair.second]
+                    slowed_a, slowed_b = time_a * slow_a, time_b * slow_b
+                    together = slowed_a if slowed_a > slowed_b else slowed_b
+                    if time_a + time_b > together:
+                        found[pair.place] = time_a + time_b - together
         return found
+
+    def _save_within(
+        self, found: list[float], pairs: Sequence[Pair], row: int | None, size_a: int, size_b: int
+    ) -> None:
+        """Notes what pairs save or lose that run within budgets, measured together or not."""
+        alone_a, alone_b = self._seconds(size_a), self._seconds(size_b)
+        within_a, within_b = self._seconds_within(size_a), self._seconds_within(size_b)
+        for pair in pairs:
+            time_a, time_b = alone_a[pair.first], alone_b[pair.second]
+            slower_a, slower_b = within_a[pair.first], within_b[pair.second]
+            if row is None:
+                together = slower_a + slower_b
+            else:
+                slow_a, slow_b = pair.slowdowns[row]
+                together = max(slower_a * slow_a, slower_b * slow_b)
+            # No slot is shorter than its longest stage with all SMs.
+            found[pair.place] = time_a + time_b - max(together, time_a, time_b)
 
     def _saved_by_three(
         self,
@@ -296,11 +306,11 @@ class Evaluator:
         return total
 
     def _sum_pairs(self, saved: Sequence[float]) -> list[float]:
-        last, width = len(self.outline.block) - 1, self._width
+        last = len(self.outline.block) - 1
         totals = [0.0] * (2 * last + 1)
         for pairs in self._pairs.values():
             for pair in pairs:
-                saving = saved[pair.first * width + pair.second]
+                saving = saved[pair.place]
                 if saving:
                     for difference, count in pair.meetings:
                         totals[difference + last] += count * saving
