@@ -8,6 +8,8 @@ a folder with a config.json, with random weights or none, up to their last hidde
 import json
 import sys
 import time
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,8 @@ from pbjax.errors import DeviceError, InputError
 if TYPE_CHECKING:
     from pbjax.analysis import Analysis
     from pbjax.device import Device
+    from pbjax.forward_pass import ForwardPass
+    from pbjax.outline import Outline
     from pbjax.profiling import Profile
 
 Model = Annotated[
@@ -103,12 +107,12 @@ def search(
     path = table or _shipped(target, asked.name)
     measured = _table(path, target)
     analysis = asked.in_shapes(target)
-    measured = measured.only(analysis.outline)
-    _require_rows(analysis, measured, path, asked.command(target))
+    outline = _measured_outline(asked, analysis, measured, path)
+    measured = measured.only(outline)
     options = SearchOptions(memory_limit_bytes=target.memory_bytes)
-    found = run(analysis.outline, measured, batch, options)
-    plan = plan_of(analysis, measured, found)
-    best = run(analysis.outline, measured, batch, options, "exhaustive") if exhaustive else None
+    found = run(outline, measured, batch, options)
+    plan = plan_of(analysis, outline, measured, found)
+    best = run(outline, measured, batch, options, "exhaustive") if exhaustive else None
     if save_plan is not None:
         plan.save(save_plan)
         print(f"written: {save_plan}", file=sys.stderr)
@@ -167,23 +171,42 @@ def _table(path: Path, device: "Device") -> "Profile":
     return table
 
 
-def _require_rows(analysis: "Analysis", table: "Profile", path: Path, command: str) -> None:
-    """Raises InputError where the table does not know every stage at this batch."""
-    known = {row.fingerprint for row in table.rows}
-    missing = [s.name for s in analysis.outline.stages if s.fingerprint not in known]
-    batch = analysis.batch.batch_size
-    if missing:
+def _measured_outline(
+    asked: "ForwardPass", analysis: "Analysis", table: "Profile", path: Path
+) -> "Outline":
+    """The stages as the table knows them: cut for this batch, or else for the one it was made at.
+
+    Raises:
+      InputError: It does not know every stage, or not at this batch.
+    """
+    batch, known = asked.batch_size, {row.fingerprint for row in table.rows}
+    largest = max((row.batch_size for row in table.rows), default=0)
+    command = asked.command(analysis.device)
+    outline, missing = analysis.outline, _unknown(analysis.outline, known)
+    if missing and batch < largest:
+        outline = replace(asked, batch_size=largest).in_shapes(analysis.device).outline
+        print(
+            f"{asked.name}: cut into stages as at a batch of {largest}, where the table was made; "
+            f"at {batch} it would be cut otherwise",
+            file=sys.stderr,
+        )
+    if _unknown(outline, known):
         raise InputError(
             f"pbjax search: the table {path} has no rows of {', '.join(missing)} as they are at a "
             f"batch of {batch}; every stage must have been measured, at this length and dtype; "
             f"measure them on the device: {command}"
         )
-    largest = min(table.curve(stage).sizes[-1] for stage in analysis.outline.stages)
-    if batch > largest:
+    reached = min(table.curve(stage).sizes[-1] for stage in outline.stages)
+    if batch > reached:
         raise InputError(
-            f"pbjax search --batch {batch}: the table {path} reaches {largest} rows; batches up to "
+            f"pbjax search --batch {batch}: the table {path} reaches {reached} rows; batches up to "
             f"that are allowed; measure more on the device: {command}"
         )
+    return outline
+
+
+def _unknown(outline: "Outline", known: Collection[str]) -> list[str]:
+    return [stage.name for stage in outline.stages if stage.fingerprint not in known]
 
 
 def _profile_text(document: dict[str, Any], command: str) -> str:

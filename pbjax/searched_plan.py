@@ -17,12 +17,13 @@ from pbjax.throughput import Evaluator
 NOISE_FACTOR = 2.0
 
 
-def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
+def plan_of(analysis: Analysis, outline: Outline, profile: Profile, found: SearchResult) -> Plan:
     """The plan that a search predicts to be fastest; nothing in it was measured as a whole.
 
     Args:
       analysis: The model.
-      profile: Its measured table.
+      outline: The stages that were searched.
+      profile: Their measured table.
       found: What was searched.
 
     Returns:
@@ -30,11 +31,11 @@ def plan_of(analysis: Analysis, profile: Profile, found: SearchResult) -> Plan:
     """
     whole, split = found.by_count[1], best_split(found)
     shown = split or whole
-    noise_s = NOISE_FACTOR * table_spread(analysis.outline, profile, found)
+    noise_s = NOISE_FACTOR * table_spread(outline, profile, found)
     pays = split is not None and (
         whole.prediction.makespan_s - split.prediction.makespan_s > noise_s
     )
-    sequential_s = sequential_seconds(analysis.outline, profile, split)
+    sequential_s = sequential_seconds(outline, profile, split)
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,

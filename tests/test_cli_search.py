@@ -170,7 +170,10 @@ def test_split_that_gains_less_than_the_tables_noise_is_not_planned(folder, tabl
     rows = [replace(row, median_s=cheap[row.batch_size], spread_s=1e-5) for row in measured.rows]
     quiet = replace(measured, rows=tuple(rows), corun=())
     noisy = replace(quiet, rows=tuple(replace(row, spread_s=1e-3) for row in rows))
-    plans = [plan_of(analysis, each, search(analysis.outline, each, 6)) for each in (quiet, noisy)]
+    plans = [
+        plan_of(analysis, analysis.outline, each, search(analysis.outline, each, 6))
+        for each in (quiet, noisy)
+    ]
     assert [plan.decision for plan in plans] == ["split", "unsplit"]
     assert plans[0].sizes == plans[1].sizes == (3, 3)
     assert "inside the noise" in plans[1].reason
@@ -198,6 +201,13 @@ def test_batch_beyond_the_table_is_refused_with_what_to_run(folder, table):
     line = refused(2, *asked(folder, table, batch=7))
     assert "reaches 6 rows" in line
     assert "--batch 7 --seq 12 --dtype float32" in line
+
+
+def test_batch_at_which_the_model_is_cut_otherwise_takes_the_tables_stages():
+    result = run("search", "--device", "h200", "--model", "bert-base", "--batch", 48, "--json")
+    assert result.exit_code == 0
+    assert "cut into stages as at a batch of 96" in result.stderr
+    assert sum(json.loads(result.stdout)["plan"]["sizes"]) == 48
 
 
 def test_other_length_than_the_table_is_refused_with_what_to_run(folder, table):
