@@ -84,6 +84,10 @@ def roofline(
         bool,
         typer.Option("--measure", help="Also run it here, with random weights, stage by stage."),
     ] = False,
+    measure_batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A further batch to measure, for the curves; may be repeated."),
+    ] = None,
     save_measured: Annotated[
         Path | None, typer.Option(help="Where to keep what --measure finds.")
     ] = None,
@@ -104,14 +108,16 @@ def roofline(
     _require_owner("--latency-ms", latency_ms, "--study", study)
     _require_owner("--draft", draft, "--what-if", what_if)
     _require_owner("--save-measured", save_measured, "--measure", measure)
+    _require_owner("--measure-batch", measure_batch or None, "--measure", measure)
     figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
     subject = find_subject(model, figures_of, dtype, attention, layers)
-    subject = replace(subject, kernels=kernels or measured is not None)  # as they are measured
+    subject = replace(subject, kernels=kernels or measure or measured is not None)
     phases = (phase,) if phase else subject.shape.phases
     if measure:
-        reports = measured_reports(subject, phases, batch, seq)
+        ran = measured_reports(subject, phases, (batch, *(measure_batch or ())), seq)
     else:
-        reports = [subject.report(name, batch, seq) for name in phases]
+        ran = [subject.report(name, batch, seq) for name in phases]
+    reports = ran[: len(phases)]
     from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
     from pbjax.roofline_text import report_text
 
@@ -124,13 +130,13 @@ def roofline(
         texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in reports}
         document["checks"] = checks_rows(reports)
     if save_measured is not None:
-        keep_measured(reports, seq, save_measured)
+        keep_measured(ran, seq, save_measured)
     curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
     points: list[tuple[SizePoint, SizePoint]] = []
     if study:
         texts |= _study_texts(reports, curves)
         document["studies"] = [s.to_dict() | {"choice": asdict(c)} for s, c in curves]
-        points = measured_points(subject, reports, seq, measured)
+        points = measured_points(subject, ran if measure else reports, seq, measured)
     if points:
         texts["measured points"] = points_text(points)
         document["measured_points"] = [asdict(found) for _, found in points]
@@ -210,7 +216,8 @@ def _curves(
         batch_size=report.items,
         seq_len=seq,
         max_seq_len=getattr(subject.shape.config, "max_seq_len", None),
-        curves="traced" if subject.kernels else "interpolated",
+        # Without ceilings nothing is known of tiles, and all is a line.
+        curves="traced" if subject.kernels and subject.device.launch_s else "interpolated",
     )
     limit = None if latency_ms is None else latency_ms / 1e3
     return found, choose_point(found.by_batch, limit)

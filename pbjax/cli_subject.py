@@ -153,13 +153,21 @@ def find_subject(
 
 
 def measured_reports(
-    subject: Subject, phases: Sequence[str], batch: int, seq: int | None
+    subject: Subject, phases: Sequence[str], batches: Sequence[int], seq: int | None
 ) -> "list[Roofline]":
-    """Reports with what the stages take on this machine, once all are known to fit."""
-    for phase in phases:
+    """Reports with what the stages take on this machine, once all are known to fit.
+
+    Args:
+      subject: The model.
+      phases: Of which calls.
+      batches: Rows of the calls; those of the first come first.
+      seq: Tokens of a row.
+    """
+    calls = [(phase, batch) for batch in dict.fromkeys(batches) for phase in phases]
+    for phase, batch in calls:
         require_room(subject.report(phase, batch, seq))
     filled = replace(subject, shape=subject.shape.filled())
-    return [filled.measured(phase, batch, seq) for phase in phases]
+    return [filled.measured(phase, batch, seq) for phase, batch in calls]
 
 
 def measured_points(

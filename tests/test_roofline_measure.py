@@ -233,6 +233,19 @@ def test_the_command_measures_saves_and_compares(tmp_path):
     assert json.loads(second.stdout)["checks"] == found["checks"]
 
 
+def test_further_batches_are_measured_for_the_curves(tmp_path):
+    table = tmp_path / "stages.json"
+    sizes = ["--dtype", "float32", "--phase", "decode", "--batch", "2", "--seq", "128"]
+    command = ["roofline", "gpt2", "--layers", "1", *sizes, "--study", "--json"]
+    options = ["--measure", "--measure-batch", "4", "--save-measured", str(table)]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [point["batch_size"] for point in found["measured_points"]] == [2, 4]
+    assert [row.items for row in MeasuredTable.load(table).rows] == [2, 4]
+    assert len(found["reports"]) == 1
+
+
 def test_the_command_measures_no_device_that_is_not_here():
     command = ["roofline", "gpt2", "--seq", "8", "--measure", "--device", "nvidia-h200"]
     result = CliRunner().invoke(app, command)
