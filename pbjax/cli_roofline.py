@@ -123,7 +123,12 @@ def roofline(
 
     if measured is not None:
         table = MeasuredTable.load(measured)
-        reports = [table.attached(report, cached_tokens(report, seq)) for report in reports]
+        # A study has points of its own: its report need not be one of them.
+        held = [cached_tokens(report, seq) for report in reports]
+        reports = [
+            report if study and not table.find(report, cached) else table.attached(report, cached)
+            for report, cached in zip(reports, held, strict=True)
+        ]
     texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):

@@ -106,22 +106,27 @@ class MeasuredTable:
     provenance: Provenance
     rows: tuple[Row, ...]
 
+    def find(self, report: Roofline, cached: int = 0) -> Row | None:
+        """What was measured of the same call on the same kind of device; None if nothing was."""
+        key = report.model, report.phase, report.items, report.tokens, cached
+        rows = {(r.model, r.phase, r.items, r.tokens, r.cached): r for r in self.rows}
+        return rows.get(key) if self.provenance.device_kind == report.device.kind else None
+
     def attached(self, report: Roofline, cached: int = 0) -> Roofline:
         """The report with what was measured of the same call.
 
         Raises:
           InputError: It was not measured, or on another kind of device.
         """
-        key = report.model, report.phase, report.items, report.tokens, cached
-        rows = {(r.model, r.phase, r.items, r.tokens, r.cached): r for r in self.rows}
-        if self.provenance.device_kind != report.device.kind or key not in rows:
+        row = self.find(report, cached)
+        if row is None:
             known = "; ".join(f"{r.model} {r.phase} at batch {r.items}" for r in self.rows)
             raise InputError(
                 f"measured stages of {report.model}, {report.phase} at batch {report.items} on "
                 f"{report.device.kind}: not in the table, which is of "
                 f"{self.provenance.device_kind}; it has {known}; ask for one of these, or measure"
             )
-        return replace(report, measured=rows[key].measured)
+        return replace(report, measured=row.measured)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the table as JSON.
