@@ -36,26 +36,51 @@ TINY = [
 class Turn:
     """Waits until all cases are compiled, then lets one measure at a time; a context manager."""
 
-    def __init__(self, ready, lock, total: int, deadline: float):
-        """Shares a counter and a lock with all others."""
-        self.ready, self.lock, self.total, self.deadline = ready, lock, total, deadline
+    def __init__(self, ready, lock, first, total: int, deadline: float):
+        """Shares a counter, a lock and an event with all others; the ceilings set the event."""
+        self.ready, self.lock, self.first = ready, lock, first
+        self.total, self.deadline = total, deadline
+        self.crowded = False
+
+    def own(self) -> "Turn":
+        """One for another case."""
+        return Turn(self.ready, self.lock, self.first, self.total, self.deadline)
 
     def count(self) -> None:
         """One more case is compiled, or never will be."""
         with self.ready.get_lock():
             self.ready.value += 1
 
-    def __enter__(self) -> "Turn":
-        """Waits."""
+    def wait(self) -> None:
+        """Waits for the others to be compiled, no longer than to the deadline."""
         self.count()
         while self.ready.value < self.total and time.time() < self.deadline:
             time.sleep(0.02)
+        self.crowded = self.ready.value < self.total
+
+    def __enter__(self) -> "Turn":
+        """Waits, for the ceilings too."""
+        self.wait()
+        self.first.wait(60)
         self.lock.acquire()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Lets the next one."""
         self.lock.release()
+
+
+class First(Turn):
+    """The turn of the ceilings, before all others."""
+
+    def __enter__(self) -> "Turn":
+        """Waits for the others to be compiled alone."""
+        self.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Lets the others."""
+        self.first.set()
 
 
 def measure_case(case, turn: Turn, results) -> None:
@@ -65,6 +90,7 @@ def measure_case(case, turn: Turn, results) -> None:
     from pbjax.roofline_checks import Row
 
     name, layers, phase, rows, tokens = case
+    turn = turn.own()
     try:
         shape = find_shape(name, "bfloat16", layers).filled()
         call = shape.call(phase, rows, tokens)
@@ -89,6 +115,8 @@ def measure_case(case, turn: Turn, results) -> None:
             cached=(tokens or 0) if phase == "decode" else 0,
             measured=report.measured,
         )
+        if turn.crowded:
+            raise RuntimeError("others still compiled; give more seconds by --ready-within")
         results.put((case, report, row))
     except Exception:
         turn.count()
@@ -125,6 +153,7 @@ def calibrate(turn: Turn, results) -> None:
         results.put(("ceilings", run(this_kind(), turn=turn), None))
     except Exception:
         turn.count()
+        turn.first.set()
         results.put(("ceilings", traceback.format_exc(), None))
 
 
@@ -143,7 +172,9 @@ def main() -> None:
     cases = [c for c in (TINY if args.tiny else CASES) if not args.only or c[0] in args.only]
     context = multiprocessing.get_context("spawn")
     results, total = context.Queue(), len(cases) + (not args.no_ceilings)
-    turn = Turn(context.Value("i", 0), context.Lock(), total, start + args.ready_within)
+    first = context.Event()
+    shared = context.Value("i", 0), context.Lock(), first, total, start + args.ready_within
+    turn = Turn(*shared)
     args.out.mkdir(parents=True, exist_ok=True)
     processes = [
         context.Process(
@@ -152,8 +183,10 @@ def main() -> None:
         )
         for i in range(min(args.processes, len(cases)))
     ]
-    if not args.no_ceilings:
-        processes.append(context.Process(target=calibrate, args=(turn, results)))
+    if args.no_ceilings:
+        first.set()
+    else:
+        processes.append(context.Process(target=calibrate, args=(First(*shared), results)))
     for process in processes:
         process.start()
     finish(results, total, args.out, start)
