@@ -49,8 +49,8 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
 def product_s(operation: Operation, device: Device) -> float:
     """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
 
-    Few rows make few tiles, which leave most of the device idle however fast each of them is. The
-    table that chooses tiles has rates of short runs; where the device sustains less, all take
+    Few rows make few tiles, which leave most of the device idle however fast each of them is; the
+    fewest are left to XLA. The table that chooses tiles has rates of short runs; where the device sustains less, all take
     longer.
 
     Args:
@@ -66,6 +66,8 @@ def product_s(operation: Operation, device: Device) -> float:
     gated = operation.params["name"] == "gated_gemm"
     heavy = gated or any(given[name] is not None for name in ("residual", "activation"))
     sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
+    if sizes[0] <= tiles.FEW_ROWS:
+        return 0.0
     slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(x.dtype))
     return slower * _tiled_s(*sizes, gated, heavy, device.num_sms)
 

@@ -13,7 +13,7 @@ from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
-from pallas_kernels.gemm.tiles import tile_for
+from pallas_kernels.gemm.tiles import FEW_ROWS, tile_for
 
 ROWS = 8  # A swizzled copy takes rows in multiples of 8.
 MAX_GROUPS = 8
@@ -35,7 +35,8 @@ def gemm(
 
     Products are summed in f32 and stay there until the result is rounded once. The kernel takes
     bfloat16 and float16, K and N in multiples of 64. Rows that are no multiple of 8 are padded to
-    one, which copies the input, the residual and the result.
+    one, which copies the input, the residual and the result. Up to 32 rows are left to XLA unless
+    the kernel is named.
 
     Args:
       x: Input; leading axes count as rows.
@@ -68,7 +69,7 @@ def gemm(
         "gemm",
         implementation,
         {
-            "mosaic_gpu": _on_hopper("gemm", implementation, lambda: run()[0]),
+            "mosaic_gpu": _where_best("gemm", [x], implementation, lambda: run()[0]),
             "xla": lambda: xla.gemm(x, w, bias, residual, activation=activation, scale=scale),
         },
         {
@@ -121,7 +122,7 @@ def gated_gemm(
         "gated_gemm",
         implementation,
         {
-            "mosaic_gpu": _on_hopper("gated_gemm", implementation, lambda: run()[0]),
+            "mosaic_gpu": _where_best("gated_gemm", [x], implementation, lambda: run()[0]),
             "xla": lambda: xla.gated_gemm(x, w_gate, w, activation=activation),
         },
         {"x": x, "w_gate": w_gate, "w": w, "activation": activation},
@@ -191,17 +192,23 @@ def grouped_gemm(
     return dispatch.dispatch(
         "grouped_gemm",
         implementation,
-        {"mosaic_gpu": _on_hopper("grouped_gemm", implementation, run), "xla": by_xla},
+        {"mosaic_gpu": _where_best("grouped_gemm", xs, implementation, run), "xla": by_xla},
         options,
     )
 
 
-def _on_hopper(kernel, implementation, run):
-    """What the kernel would do: refuse another device, unless it was asked for by name."""
+def _where_best(kernel, xs, implementation, run):
+    """What the kernel does: unless it was named, refuse other devices and few rows."""
 
     def attempt():
         if implementation is None:
             dispatch.require_hopper(kernel)
+            rows = sum(math.prod(x.shape[:-1]) for x in xs)
+            if rows <= FEW_ROWS:
+                raise NotImplementedError(
+                    f"{kernel}(x: {rows} rows): up to {FEW_ROWS} make too few tiles to read a "
+                    "weight at full bandwidth; leave it to implementation='xla'"
+                )
         return run()
 
     return attempt
