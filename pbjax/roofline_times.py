@@ -50,8 +50,8 @@ def product_s(operation: Operation, device: Device) -> float:
     """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
 
     Few rows make few tiles, which leave most of the device idle however fast each of them is; the
-    fewest are left to XLA. The table that chooses tiles has rates of short runs; where the device sustains less, all take
-    longer.
+    fewest are left to XLA. The table that chooses tiles has rates of short runs; where the device
+    sustains less, all take longer.
 
     Args:
       operation: Any operation.
