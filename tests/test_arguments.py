@@ -74,7 +74,7 @@ def test_stop_strings_are_texts(texts):
         plain(check_stop_strings)(texts, None)
 
 
-@pytest.mark.parametrize("rows", [None, 3, iter([[1]]), np.array(3)], ids=repr)
+@pytest.mark.parametrize("rows", [None, 3, iter([[1]]), np.array(3)])
 def test_prompts_have_a_length(rows):
     with pytest.raises(InputTypeError, match=r"generate\(prompts\): a .*for one prompt pass"):
         plain(prompts.read_prompts)(rows, None, None, 9)
@@ -86,7 +86,7 @@ def test_a_mask_is_rows():
 
 
 @pytest.mark.parametrize("folder", [None, 3, b"bert"], ids=repr)
-@pytest.mark.parametrize("load", [checkpoint.load, companions.load_stop_tokens], ids=str)
+@pytest.mark.parametrize("load", [checkpoint.load, companions.load_stop_tokens])
 def test_a_folder_is_a_path(monkeypatch, load, folder):
     module = checkpoint if load is checkpoint.load else companions
     monkeypatch.setattr(module, "find_folder", plain(hf_folder.find_folder))

@@ -126,6 +126,7 @@ def test_union_counts_every_moment_once(intervals):
         gzip.compress(json.dumps({"traceEvents": [{"ph": "X", "name": "a"}]}).encode()),
         gzip.compress(json.dumps({"traceEvents": [1]}).encode()),
     ],
+    ids=["empty", "plain", "object", "open", "cut", "no times", "number"],  # Bytes hold the date.
 )
 def test_file_that_is_no_trace_is_refused(tmp_path, content):
     path = write(tmp_path, content)
