@@ -1,4 +1,4 @@
-"""The command `pbjax calibrate`: measures what this machine reaches, for rooflines and plans."""
+"""The command `pbjax calibrate`: measures what this machine reaches, for rooflines and steps."""
 
 import json
 import os

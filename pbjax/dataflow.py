@@ -40,16 +40,15 @@ def live_bytes(
     operations: Sequence[Operation],
     avals: Sequence[Aval],
     outputs: Sequence[Atom],
-    weights: range,
 ) -> list[int]:
     """Bytes of values written before and read after each position between operations.
+
+    Weights and inputs, which no operation writes, are always there and do not count.
 
     Args:
       operations: In program order.
       avals: Shape and dtype of the values.
       outputs: Values read after the last operation.
-      weights: Values that are always there and do not count; nor does any other value that no
-        operation writes.
 
     Returns:
       One figure for each position, 0 .. len(operations).

@@ -9,9 +9,9 @@ from pbjax.errors import InputError
 from pbjax.files import write_atomically
 from pbjax.plan_figures import search_figure, timetable_figure
 from pbjax.reports import Report
-from pbjax.roofline_figures import png, svg
+from pbjax.roofline_figures import svg
 from pbjax.roofline_html import Section, csv_text, page
-from pbjax.roofline_pages import write_image
+from pbjax.roofline_pages import write_each
 from pbjax.timelines import (
     MEASURED,
     PREDICTED,
@@ -64,13 +64,7 @@ def write_plan_figures(report: Report, folder: Path) -> list[Path]:
       FileError: Something cannot be written.
       InputError: matplotlib is missing, or as `plan_slices`.
     """
-    written = []
-    for name, _, figure, _, data in _figures(report):
-        write_atomically(folder / f"{name}.svg", svg(figure, name))
-        write_atomically(folder / f"{name}.csv", data)
-        write_image(folder / f"{name}.png", png(figure))
-        written += [folder / f"{name}.{suffix}" for suffix in ("svg", "png", "csv")]
-    return written
+    return write_each(_figures(report), folder)
 
 
 def write_plan_page(report: Report, path: Path) -> None:

@@ -103,7 +103,7 @@ def _candidates(signatures: np.ndarray, worth: np.ndarray) -> list[tuple[int, in
 
 def _best_rotation(graph: Graph, start: int, period: int, length: int) -> Repetition | None:
     """Of the places where the runs may begin, the valid one across which the fewest bytes live."""
-    crossing = live_bytes(graph.operations, graph.avals, graph.outputs, graph.weights)
+    crossing = live_bytes(graph.operations, graph.avals, graph.outputs)
     for count in range(length // period, 1, -1):
         begins = range(start, start + length - count * period + 1)
         for begin in sorted(begins, key=lambda i: (crossing[i], _same_scope(graph, i), i)):

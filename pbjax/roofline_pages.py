@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pbjax.errors import FileError
 from pbjax.files import write_atomically
@@ -11,6 +12,9 @@ from pbjax.roofline_figures import png, roofline_figure, shares_figure, svg
 from pbjax.roofline_html import Section, csv_text, page, points_csv
 from pbjax.roofline_points import Roofline
 from pbjax.study_figures import front_figure, study_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +64,28 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
       FileError: Something cannot be written.
       InputError: matplotlib is missing.
     """
+    return write_each(_figures(findings), folder)
+
+
+def write_each(figures: "Sequence[tuple[str, str, Figure, str, str]]", folder: Path) -> list[Path]:
+    """Writes figures, of which name, title, figure, caption and data are given; as `write_figures`.
+
+    Returns:
+      What was written.
+
+    Raises:
+      FileError: Something cannot be written.
+    """
     written = []
-    for name, _, figure, _, data in _figures(findings):
+    for name, _, figure, _, data in figures:
         write_atomically(folder / f"{name}.svg", svg(figure, name))
         write_atomically(folder / f"{name}.csv", data)
-        write_image(folder / f"{name}.png", png(figure))
+        _write_image(folder / f"{name}.png", png(figure))
         written += [folder / f"{name}.{suffix}" for suffix in ("svg", "png", "csv")]
     return written
 
 
-def _figures(findings: Findings):
+def _figures(findings: Findings) -> "list[tuple[str, str, Figure, str, str]]":
     """Name, title, figure, caption and data of each."""
     reports = findings.reports
     found = [
@@ -118,12 +134,7 @@ def _curve_csv(predicted: Sequence[SizePoint], measured: Sequence[SizePoint] = (
     return csv_text(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def write_image(path: Path, data: bytes) -> None:
-    """Writes the bytes of an image.
-
-    Raises:
-      FileError: It cannot be written.
-    """
+def _write_image(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:

@@ -217,7 +217,7 @@ def _body_labels(body: Graph, device: Device) -> list[Label]:
 
 def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> tuple[int, ...]:
     count = len(block.operations)
-    crossing = live_bytes(block.operations, block.avals, tuple(_results(block)), range(0))
+    crossing = live_bytes(block.operations, block.avals, tuple(_results(block)))
     busy = {r: np.zeros(count + 1) for r in ResourceClass}
     for k, label in enumerate(labels):
         for resource, sums in busy.items():

@@ -15,7 +15,7 @@ from pbjax.errors import FusionError, InputError, VerificationError
 from pbjax.step import Pieces, StateLayout
 from pbjax.step_ways import WovenWay
 from pbjax.timing import Timing, summary
-from pbjax.verification import allowed_difference
+from pbjax.verification import allowed_difference, error_and_magnitude
 from pbjax.woven import WovenProgram
 
 ROUNDS, CALLS = 7, 8
@@ -347,7 +347,7 @@ def differences(
 
 
 def _difference(analysis: Analysis, name: str, got: Array, want: Array) -> float:
-    found, magnitude = map(float, _compared(got, want))
+    found, magnitude = map(float, error_and_magnitude(got, want))
     if jnp.issubdtype(got.dtype, jnp.floating):
         allowed = allowed_difference(analysis.source, got.dtype, magnitude)
     else:
@@ -365,14 +365,3 @@ def _difference(analysis: Analysis, name: str, got: Array, want: Array) -> float
             "try fuse='none', and please report it"
         )
     return found
-
-
-@jax.jit
-def _compared(got: Array, want: Array) -> tuple[Array, Array]:
-    """Largest difference, infinite where only one is finite, and largest finite magnitude."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    finite = jnp.isfinite(want)
-    alike = finite == jnp.isfinite(got)
-    error = jnp.where(finite, jnp.abs(got - want), 0.0)
-    magnitude = jnp.max(jnp.where(finite, jnp.abs(want), 0.0), initial=0.0)
-    return jnp.max(jnp.where(alike, error, jnp.inf), initial=0.0), magnitude

@@ -102,7 +102,7 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
     if not jnp.issubdtype(found.dtype, jnp.floating):
         error, allowed = float(_flipped(found, expected)), FLIPPED_SHARE
     else:
-        error, magnitude = map(float, _compared(found, expected))
+        error, magnitude = map(float, error_and_magnitude(found, expected))
         allowed = allowed_difference(graph, found.dtype, magnitude)
     if error > allowed:
         index, name = place
@@ -121,7 +121,7 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
 
 # On the device: the scores of a vocabulary are a gigabyte, which NumPy compares in half a minute.
 @jax.jit
-def _compared(found: Array, expected: Array) -> tuple[Array, Array]:
+def error_and_magnitude(found: Array, expected: Array) -> tuple[Array, Array]:
     """Largest difference, infinite where values are not alike, and largest finite magnitude."""
     wide = jnp.promote_types(found.dtype, jnp.float32)
     a, b = found.astype(wide), expected.astype(wide)

@@ -300,7 +300,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     o_g.at[0, pl.ds(place.origin * ALIGNMENT + row + done, size), place.head],
                 )
 
-    def relative_slot(place, number, step, index):
+    def relative_slot(number, step, index):
         """Where the item's tile of rows of differences is that has this index."""
         return _mod(step + number * (tile.relative_window - 1) + index, tile.relative_depth)
 
@@ -332,10 +332,10 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             return o_ref[...] if interpret else plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
 
         def wait_for_rows(ring, index):
-            plgpu.barrier_wait(ring.full.at[relative_slot(place, number, step, index)])
+            plgpu.barrier_wait(ring.full.at[relative_slot(number, step, index)])
 
         def free_rows(ring, index):
-            plgpu.barrier_arrive(ring.empty.at[relative_slot(place, number, step, index)])
+            plgpu.barrier_arrive(ring.empty.at[relative_slot(number, step, index)])
 
         def shifted_queries(ring):
             """The queries that meet rows of differences, in registers."""
@@ -356,7 +356,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 for i, accumulator in enumerate(accumulators):
                     # Tiles come the last rows first; a consumer's first row is 64 after the next's.
                     tiles, piece = _divmod(consumers - 1 - wg + i, tile.block_kv // ROWS)
-                    slot = relative_slot(place, number, step, j + tile.relative_window - 1 - tiles)
+                    slot = relative_slot(number, step, j + tile.relative_window - 1 - tiles)
                     rows = ring.tiles.at[slot, pl.ds(piece * ROWS, ROWS)]
                     if interpret:
                         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
@@ -516,7 +516,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 see_rows(ring, j + tile.relative_window - 1)
 
         def see_rows(ring, index):
-            slot = relative_slot(place, number, step, index)
+            slot = relative_slot(number, step, index)
             plgpu.barrier_wait(ring.full.at[slot])
             plgpu.barrier_arrive(ring.empty.at[slot])
 
@@ -576,7 +576,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def fetch_rows(ring, index):
             """The item's tile of rows of differences that has this index, the last rows first."""
-            slot = relative_slot(place, number, step, index)
+            slot = relative_slot(number, step, index)
             t = place.last - 1 + tile.relative_window - 1 - index
             start = (items.num_tiles(problem, tile) - 1) * tile.block_q
             start += t * tile.block_kv - place.row
