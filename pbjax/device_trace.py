@@ -83,7 +83,7 @@ def read_kernels(path: Path) -> tuple[Kernel, ...]:
         with gzip.open(found[0], "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
         return kernels_of(events)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(
             f"read_kernels({found[0]}): {type(error).__name__}: {error}; a whole Chrome trace of "
             "jax.profiler is allowed; take the trace again"
@@ -99,7 +99,7 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
     }
     kernels = [
         Kernel(
-            name=event["name"],
+            name=str(event["name"]),
             start_s=event["ts"] * 1e-6,
             end_s=(event["ts"] + event.get("dur", 0.0)) * 1e-6,
         )

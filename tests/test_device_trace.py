@@ -125,8 +125,22 @@ def test_union_counts_every_moment_once(intervals):
         gzip.compress(json.dumps({"traceEvents": EVENTS}).encode())[:-9],
         gzip.compress(json.dumps({"traceEvents": [{"ph": "X", "name": "a"}]}).encode()),
         gzip.compress(json.dumps({"traceEvents": [1]}).encode()),
+        gzip.compress(json.dumps({"traceEvents": ["a"]}).encode()),
+        gzip.compress(
+            json.dumps({"traceEvents": [*EVENTS, meta("process_name", 1, None)]}).encode()
+        ),
     ],
-    ids=["empty", "plain", "object", "open", "cut", "no times", "number"],  # Bytes hold the date.
+    ids=[
+        "empty",
+        "plain",
+        "object",
+        "open",
+        "cut",
+        "no times",
+        "number",
+        "text",
+        "unnamed",
+    ],  # Bytes hold the date.
 )
 def test_file_that_is_no_trace_is_refused(tmp_path, content):
     path = write(tmp_path, content)

@@ -147,6 +147,30 @@ def masked_by_score(q, k, v):
     return attend(q, k, v, lambda scores: jnp.where(scores > 0.1, scores, -1e9))
 
 
+@pytest.mark.parametrize("shape", [(1, N, 1, S), (B, 1, 1, S)], ids=["heads", "sequences"])
+def test_a_constant_band_over_heads_or_sequences_is_no_causal_mask(shape):
+    rows = jnp.tril(jnp.ones((max(shape[:2]), S), bool)).reshape(shape)
+
+    def model(q, k, v):
+        return attend(q, k, v, lambda scores: jnp.where(rows, scores, -1e9))
+
+    fusion = fused(model, *QKV)
+    assert kernels(fusion) == {"attention(bias)": 1}
+    (got,) = run(fusion.graph, (), QKV)
+    assert_close(got, model(*QKV), reduction=S * H, roundings=4)
+
+
+def test_the_root_of_a_square_is_the_absolute_value():
+    gain = normal(5, D)
+
+    def model(x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * jnp.sqrt(gain**2)
+
+    fusion = fused(model, tokens())
+    assert kernels(fusion) == {"rms_norm": 1}
+    verify(fusion)
+
+
 def over_queries(q, k, v):
     return attend(q, k, v, axis=2)
 
@@ -313,16 +337,49 @@ def quick_gelu(x):
     return y * jax.nn.sigmoid(1.702 * y)
 
 
+def unbiased_norm(x):
+    x = jnp.tile(x, 8)  # 1/256 and 1/255 are nearly alike.
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True, ddof=1) + 1e-6)
+
+
 def exact_product(x):
     return x + jnp.matmul(x, jnp.ones((D, D)), precision="highest")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "model", [with_a_mean, returned_before_the_activation, quick_gelu, exact_product]
+    "model",
+    [
+        with_a_mean,
+        returned_before_the_activation,
+        quick_gelu,
+        unbiased_norm,
+        exact_product,
+    ],
 )
 def test_what_only_looks_like_a_pattern_is_left_alone(model, dtype):
     assert fused(model, tokens(dtype)).matches == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("relu", lambda y: jnp.minimum(jax.nn.relu(y), 20.0)),
+        ("gelu_tanh", lambda y: jnp.clip(jax.nn.gelu(y), -10.0, 10.0)),
+    ],
+)
+def test_what_is_clipped_far_out_remains_clipped(name, activation):
+    x, weights = 100.0 * tokens(), normal(3, D, D)
+    fusion = fused(lambda x: activation(x @ weights), x)
+    assert kernels(fusion) == {f"gemm({name})": 1}
+    (got,) = run(fusion.graph, (), (x,))
+    assert_close(got, activation(x @ weights), reduction=D)
+
+
+def test_a_product_added_to_itself_is_no_residual():
+    x, weights = tokens(), normal(3, D, D)
+    assert fused(lambda x: (y := x @ weights) + y, x).matches == ()
 
 
 @pytest.mark.parametrize(

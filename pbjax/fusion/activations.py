@@ -17,8 +17,9 @@ from pbjax.trace import Atom, Operation
 
 # The longest way of writing an activation that is followed; jax.nn.gelu takes 9 operations.
 MAX_STEPS = 24
-# Where activations are compared: they differ from one another between -4 and 4.
-GRID = np.linspace(-8.0, 8.0, 257, dtype=np.float32)
+# Where activations are compared: they differ from one another between -4 and 4, and from what has
+# been clipped, at 6, 10 or 20 as users do, further out. exp(80) is finite in f32.
+GRID = np.unique(np.r_[-80.0:80.0:161j, -8.0:8.0:257j].astype(np.float32))
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "silu", "gelu", "gelu_tanh", "sigmoid")
 
 _ARITHMETIC = {"abs", "add", "div", "max", "min", "mul", "neg", "sign", "sub"}

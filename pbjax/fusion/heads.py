@@ -156,7 +156,8 @@ def attention_match(
     Raises:
       Mismatch: The kernel cannot take this, or something in between is read elsewhere.
     """
-    seen = read_keys(axes, *masks, keys)
+    shared = labels_of((*qkv[1].layout, *qkv[2].layout))
+    seen = read_keys(axes, *masks, keys, shared)
     q, k, v = (Side(side.value, axes.current(side.layout)) for side in qkv)
     heads = _sorted(axes, out[1], (q, k, v), seen, axes.cut(keys))
     slopes = _take_slopes(axes, seen, heads)

@@ -83,7 +83,9 @@ class Keys:
     terms: list[Term] = field(default_factory=list)
 
 
-def read_keys(axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Axis) -> Keys:
+def read_keys(
+    axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Axis, shared: Axis
+) -> Keys:
     """Sorts masks and biases into what the kernel has an option for, and what remains.
 
     Args:
@@ -91,6 +93,8 @@ def read_keys(axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Ax
       parts: Masks.
       terms: Biases.
       keys: The labels of the keys.
+      shared: All labels of keys and values: what these have, such as a batch, is no position of a
+        query.
     """
     found = Keys()
     alone = [a for part in parts for a in _conjuncts(axes, part)]
@@ -108,6 +112,9 @@ def read_keys(axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Ax
         elif not _read_lengths(axes, part, keys, found):
             found.parts.append(part)
     tables = [(part, label, table) for part, label, table in tables if not table.all()]
+    others = [x for x in tables if x[1] in axes.cut(shared)]
+    found.parts += [part for part, _, _ in others]
+    tables = [x for x in tables if x[1] not in axes.cut(shared)]
     # If together they are no band, perhaps one of them is, and the others are a bias.
     for chosen in (tables, *([one] for one in tables)):
         if chosen and _read_band(axes, chosen, keys, found):

@@ -155,7 +155,9 @@ def _mean_of(reading: Reading, coefficient: float, value: int) -> tuple[Atom, in
     shape = reading.shape(summed)
     if tuple(operation.params["axes"]) != (len(shape) - 1,):
         return None
-    if not math.isclose(coefficient * shape[-1], 1.0, rel_tol=1e-2):
+    # A narrow dtype has rounded 1/D; with 1/(D - 1), the unbiased variance, it is no such mean.
+    rounding = max(float(jnp.finfo(reading.dtype(value)).eps), 1e-6)
+    if not math.isclose(coefficient * shape[-1], 1.0, rel_tol=rounding):
         return None
     return summed, reading.makers[value]
 

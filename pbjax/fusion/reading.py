@@ -359,6 +359,8 @@ def _raised(product: Product | None, power: float) -> Product | None:
         return None
     if product.coefficient == 0 and power < 0:
         return None
+    if power != round(power) and any(p % 2 == 0 and p * power % 2 for p in product.powers.values()):
+        return None  # sqrt(x ** 2) is no power of x, but abs(x).
     powers = {value: p * power for value, p in product.powers.items()}
     return Product(product.coefficient**power, powers)
 

@@ -125,9 +125,11 @@ def match(
       function: Called with an array for each operand.
 
     Raises:
-      Mismatch: Something in between is read elsewhere or returned.
+      Mismatch: Something in between is read elsewhere or returned, or read by itself.
     """
     operations = _between(reading, {o.value for o in operands}, outputs)
+    if not set(anchors) <= set(operations):
+        raise Mismatch("what it is added to is itself", anchors, pattern)
     replaced = _following(reading, operations, anchors)
     inner = [v for i in sorted(replaced) for v in reading.graph.operations[i].outputs]
     for value in inner:
