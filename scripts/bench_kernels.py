@@ -6,8 +6,7 @@ and the median over the turns counts. Inputs smaller than the L2 cache rotate am
 Where a case asks for it, calls back to back for a second are timed by the wall clock too, with the
 SMs' clock and the joules of a call: a long run is bound by the power that the card may draw.
 
-    python scripts/bench_kernels.py [--kernels gemm norm] [--pattern bert] [--out
-profiles/nvidia_h200/bench_kernels.json]
+    python scripts/bench_kernels.py [--kernels gemm norm] [--pattern bert] [--out FILE]
 """
 
 import argparse

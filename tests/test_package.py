@@ -17,20 +17,29 @@ CLASSES = {name: value for name, value in vars(errors).items() if isinstance(val
 ERRORS = {name for name, value in CLASSES.items() if not issubclass(value, Warning)}
 PURE = (
     "errors",
+    "arguments",
     "files",
+    "ceilings",
     "device",
+    "device_trace",
     "outline",
     "profile_rows",
     "profile_table",
+    "profile_grid",
     "profiling",
     "schedule",
+    "weave",
     "plan",
+    "plan_figures",
+    "meetings",
     "throughput",
+    "timelines",
     "candidates",
     "search",
     "buckets",
     "packing",
     "roofline_batching",
+    "roofline_checks",
     "roofline_figures",
     "roofline_formulas",
     "roofline_html",
@@ -39,6 +48,7 @@ PURE = (
     "roofline_tables",
     "roofline_text",
     "roofline_whatif",
+    "study_figures",
 )
 
 
