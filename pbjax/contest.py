@@ -100,7 +100,8 @@ def run_contest(
       The program to run, the plan, and the timings.
 
     Raises:
-      VerificationError: A split program's outputs are not the unsplit program's.
+      VerificationError: The outputs of a program are not the model's; FusionError: those of the
+        model with kernels.
       MemoryBudgetError: The split that the caller gives does not fit the device.
     """
     if choice.plan is not None and _settled(choice):

@@ -160,12 +160,12 @@ def calibrate(turn: Turn, results) -> None:
 def main() -> None:
     """Measures, prints each stage beside its prediction, writes two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--processes", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--processes", type=int, default=9, help="that compile side by side")
     parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
-    parser.add_argument("--no-ceilings", action="store_true")
+    parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
     parser.add_argument("--only", nargs="*", help="models of these names")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     args = parser.parse_args()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     start = time.time()
