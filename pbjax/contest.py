@@ -100,8 +100,7 @@ def run_contest(
       The program to run, the plan, and the timings.
 
     Raises:
-      VerificationError: The outputs of a program are not the model's; FusionError: those of the
-        model with kernels.
+      VerificationError: A program's outputs are not those of the model as it was given.
       MemoryBudgetError: The split that the caller gives does not fit the device.
     """
     if choice.plan is not None and _settled(choice):

@@ -106,7 +106,8 @@ def optimize(
       split: Sizes of one to three sub-batches, run even if slower; searched if None.
       plan: A saved plan, or its file: nothing is searched, and nothing measured unless it was made
         for another device or version of jax.
-      profile: A measured table, or its file. Rows that it lacks are measured, and saved to it.
+      profile: A measured table, or its file; the tables that ship if None. Rows that it lacks are
+        measured, and saved to the file.
       device: Peak rates for the classes; those of the first device of JAX if None.
       buckets: Further, smaller batch sizes to compile a program for.
       unroll: Blocks in one step of the split program's loop; a plan brings its own. None lets 1
