@@ -263,9 +263,9 @@ def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) ->
         fastest = min(points, key=lambda point: point.seconds)
         limit = "any" if latency_s is None else f"{latency_s * 1e3:,.4g} ms"
         raise InputError(
-            f"choose_point(latency {limit}): the fastest of {len(points)} batches is "
-            f"{fastest.batch_size} with {fastest.seconds * 1e3:,.4g} ms and "
-            f"{fastest.peak_bytes / 1e9:,.1f} GB; it must keep the limit and fit the memory; allow "
+            f"choose a batch (latency {limit}): the fastest of {len(points):,} looked at is "
+            f"{fastest.batch_size:,} with {fastest.seconds * 1e3:,.4g} ms and "
+            f"{fastest.peak_bytes / 1e9:,.2g} GB; it must keep the limit and fit the memory; allow "
             "more time, or shorten the sequences"
         )
     best = max(allowed, key=lambda point: point.tokens_per_s)
@@ -289,15 +289,18 @@ def _reason(
 ) -> str:
     if chosen != best:
         return (
-            f"throughput: batch {best.batch_size} is within {PLATEAU:.0%} of it and takes "
+            f"throughput: batch {best.batch_size:,} is within {PLATEAU:.0%} of it and takes "
             f"{_milliseconds(best)} ms instead of {_milliseconds(chosen)}"
         )
-    if len(allowed) < len(room):
-        after = room[len(allowed)]
-        return f"latency: batch {after.batch_size} would take {_milliseconds(after)} ms"
+    after = next((point for point in room if point.batch_size > best.batch_size), None)
+    if after is not None:
+        larger = f"batch {after.batch_size:,} would take {_milliseconds(after)} ms"
+        return (
+            f"throughput: {larger}, and give no more" if after in allowed else f"latency: {larger}"
+        )
     if len(room) < len(points):
         return "memory: the next larger batch does not fit"
-    return "it is the largest batch that was asked about, or that fits"
+    return f"throughput: it is the best of the {len(points):,} looked at, and the largest"
 
 
 def _milliseconds(point: SizePoint) -> str:

@@ -184,6 +184,20 @@ def test_a_latency_limit_decides_and_says_so():
     assert found.reason == "latency: batch 256 would take 60 ms"
 
 
+def test_a_larger_batch_that_gives_less_is_named_whatever_the_limit():
+    slower = (*CURVE[:3], point(96, 0.040, 2400.0), point(128, 0.060, 2100.0))
+    for latency_s in (None, 0.05):
+        found = choose_point(slower, latency_s=latency_s)
+        assert found.chosen.batch_size == 64
+        assert found.reason == "throughput: batch 96 would take 40 ms, and give no more"
+
+
+def test_the_largest_batch_looked_at_is_called_that():
+    assert choose_point(CURVE[:3]).reason == (
+        "throughput: it is the best of the 3 looked at, and the largest"
+    )
+
+
 def test_memory_decides_where_throughput_still_rises():
     found = choose_point((*CURVE[:3], CURVE[-1]))
     assert found.chosen.batch_size == 64
