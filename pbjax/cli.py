@@ -204,7 +204,7 @@ def _sizes(split: str | None) -> tuple[int, ...] | None:
 
 
 def _exhaustive_line(searched, exhaustive) -> str:
-    from pbjax.reports import joined, milliseconds
+    from pbjax.measured_programs import joined, milliseconds
 
     best = exhaustive.best
     sizes = joined(best.split.sizes)

@@ -14,7 +14,8 @@ class MeasuredProgram:
     """One way to run the batch, compiled and timed.
 
     Attributes:
-      name: "plain" (as given, where fusion changed it), "unsplit", "sequential" or "split".
+      name: "plain" (as given, where fusion changed it), "unsplit", "sequential", "split", or of a
+        step "woven".
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
       predicted_s: From the profile; None if it was not predicted.

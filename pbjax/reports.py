@@ -9,11 +9,7 @@ from dataclasses import asdict, dataclass
 
 from pbjax.classify import ClassShare
 from pbjax.fusion import FusionReport
-from pbjax.measured_programs import MeasuredProgram as MeasuredProgram
-from pbjax.measured_programs import joined as joined
-from pbjax.measured_programs import milliseconds as milliseconds
-from pbjax.measured_programs import programs_section as programs_section
-from pbjax.measured_programs import table
+from pbjax.measured_programs import MeasuredProgram, joined, milliseconds, programs_section, table
 from pbjax.outline import Outline, StageInfo
 from pbjax.plan import Plan
 from pbjax.profiling import Profile

@@ -14,9 +14,9 @@ from pbjax.contest import NOISE_FACTOR
 from pbjax.device import Device
 from pbjax.functional import Model
 from pbjax.fusion import Patterns, Selection
+from pbjax.measured_programs import MeasuredProgram, milliseconds
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
-from pbjax.reports import MeasuredProgram, milliseconds
 from pbjax.step import OptimizedStep, StateLayout
 from pbjax.step_programs import (
     Runner,

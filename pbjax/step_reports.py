@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass
 
 from pbjax.fusion import FusionReport
+from pbjax.measured_programs import MeasuredProgram, programs_section
 from pbjax.plan import Plan
-from pbjax.reports import MeasuredProgram, Phase, phases_section, programs_section
+from pbjax.reports import Phase, phases_section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

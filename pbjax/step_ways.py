@@ -11,9 +11,9 @@ from typing import SupportsIndex
 from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.choices import given_split, planned
 from pbjax.errors import InputError
+from pbjax.measured_programs import milliseconds
 from pbjax.plan import Plan
 from pbjax.profile_rows import measured_size
-from pbjax.reports import milliseconds
 from pbjax.step_costs import Costs, Lanes, Rates, predicted_s, rates_of
 from pbjax.weave import CAPACITY, Launch, Role, weave
 

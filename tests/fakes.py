@@ -35,7 +35,7 @@ class FakeTimer:
 
 def fake_measure(seconds):
     """A stand-in for `compilation.measure`: seconds by the name of the program."""
-    from pbjax.reports import MeasuredProgram
+    from pbjax.measured_programs import MeasuredProgram
 
     def measure(programs, leaves, progress):
         return tuple(

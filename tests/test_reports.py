@@ -8,15 +8,9 @@ import pytest
 import pbjax
 from pbjax.analysis import analyse
 from pbjax.device import find_device
-from pbjax.measured_programs import WIDTH
+from pbjax.measured_programs import WIDTH, MeasuredProgram, programs_section
 from pbjax.profiling import Profile
-from pbjax.reports import (
-    MeasuredProgram,
-    Phase,
-    SplitTimetable,
-    programs_section,
-    timetable_section,
-)
+from pbjax.reports import Phase, SplitTimetable, timetable_section
 from pbjax.schedule import timetable
 
 from .fakes import FakeTimer, fake_measure
