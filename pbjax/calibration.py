@@ -128,7 +128,7 @@ def calibrate(
     found: dict[str, dict[str, float]] = {}
     with turn or nullcontext():
         for done, (case, program) in enumerate(zip(cases, programs, strict=True)):
-            say("measure", done, len(cases), "/".join(case.name))
+            say("measure", done, len(cases), "/".join(filter(None, case.name)))
             if program is not None:
                 table, key = case.name
                 seconds = _sustained(program, _operands(case.shapes), sizes.seconds)

@@ -50,7 +50,7 @@ def main(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
     ] = False,
 ) -> None:
-    """Higher Transformer inference throughput on one GPU by staggered sub-batches."""
+    """Fast Transformer inference on one GPU: kernels, rooflines, staggered sub-batches."""
 
 
 @app.command()

@@ -121,10 +121,10 @@ class Times:
 
     def __str__(self) -> str:
         """One line."""
-        made = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self._clock.seconds.items())
+        made = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in self._clock.seconds.items())
         return (
             f"{self._count} tokens in {self._last_s - self._start_s:.2f} s, the first after "
-            f"{self._first_s - self._start_s:.2f} s; of these s making programs: {made or 'none'}"
+            f"{self._first_s - self._start_s:.2f} s; of it making programs: {made or 'none'}"
         )
 
 

@@ -163,8 +163,8 @@ def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
     """Raises InputError where an option has no effect."""
     if value is not None and not given:
         raise InputError(
-            f"pbjax roofline {option} {value}: it is for {owner}, which is absent; both or neither "
-            f"are allowed; add {owner}"
+            f"pbjax roofline {option} {value}: it is for {owner}, which is absent; it is allowed "
+            f"with {owner}; add {owner}, or leave out {option}"
         )
 
 

@@ -143,7 +143,7 @@ def _shipped(device: "Device", name: str) -> Path:
 
     path = find_profile(device.slug, name)
     if path is None:
-        there = ", ".join(each.stem for each in find_profiles(device.slug)) or "none"
+        there = ", ".join(each.stem for each in find_profiles(device.slug)) or "no model"
         raise InputError(
             f"pbjax search --device {device.slug} --model {name}: no table of this model ships "
             f"for this device; there are tables of {there}; measure one on that device with "

@@ -213,7 +213,8 @@ def _timeline(split: SplitTimetable, report: Report) -> list[str]:
     lines = []
     for j, stagger in enumerate(timetable.staggers):
         cells = [" ".join(_cell(slot, j, timetable) for slot in slots) for _, slots in parts]
-        lines.append((f"{split.sizes[j]} rows, {stagger} ahead", " | ".join(cells)))
+        rows = "1 row" if split.sizes[j] == 1 else f"{split.sizes[j]} rows"
+        lines.append((f"{rows}, {stagger} ahead", " | ".join(cells)))
     title = f"{joined(split.sizes)}{_standing(split, report)}"
     width = max(len(title), *(len(label) for label, _ in lines))
     heads = [name.center(3 * len(slots) - 1) for name, slots in parts]

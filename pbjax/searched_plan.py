@@ -110,9 +110,11 @@ def reason(
         return "the batch cannot be split, or the table says that nothing takes any time"
     split_s, ideal_s = split.prediction.makespan_s, split.prediction.ideal_s
     sizes = " + ".join(map(str, split.split.sizes))
+    longer = sequential_s / unsplit_s - 1
     figures = (
-        f"splitting into {sizes} lengthens the kernels by {sequential_s / unsplit_s - 1:.1%}, and "
-        f"running them side by side gives back {(sequential_s - split_s) / unsplit_s:.1%}: "
+        f"splitting into {sizes} {'lengthens' if longer > 0 else 'shortens'} the kernels by "
+        f"{abs(longer):.1%}, and running them side by side gives back "
+        f"{(sequential_s - split_s) / unsplit_s:.1%}: "
         f"{unsplit_s / split_s:.3f}x of the unsplit speed"
     )
     if unsplit_s - split_s > noise_s:

@@ -168,7 +168,7 @@ def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
         axes.legend(fontsize=8, loc="lower right")
     figure.suptitle(
-        f"{report.model} on {report.device.kind}, predicted: the Pareto front, by batch",
+        f"{report.model} on {report.device.kind}, predicted:\nthe Pareto front, by batch",
         x=0.23 / len(choices),
         ha="left",
         fontsize=11,

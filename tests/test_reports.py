@@ -137,7 +137,7 @@ def test_timetable_shows_every_stage_of_every_sub_batch(report):
     )
     head, _, *rows = timetable_section(staggered).splitlines()
     assert head.startswith("timetable:")
-    assert [row.split(",")[0] for row in rows] == ["3 rows", "2 rows", "1 rows"]
+    assert [row.split(",")[0] for row in rows] == ["3 rows", "2 rows", "1 row"]
     for row, stagger in zip(rows, (0, 1, 2), strict=True):
         _, cells = row.split(" ahead", 1)
         fill, steady, drain = (part.split() for part in cells.split("|"))
