@@ -7,6 +7,7 @@ and which programs have been verified.
 
 import hashlib
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -103,9 +104,10 @@ def verified_difference(key: str) -> float | None:
         return None
     try:
         record = json.loads(_record(key).read_text())
-        return float(record["difference"])
+        difference = float(record["difference"])
     except (OSError, ValueError, KeyError, TypeError):  # Absent or damaged: verified again.
         return None
+    return difference if 0.0 <= difference < math.inf else None
 
 
 def note_verified(key: str, difference: float) -> None:

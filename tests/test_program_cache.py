@@ -116,6 +116,7 @@ def test_a_program_is_verified_once_and_for_what_it_is(settings, tmp_path):
     note_verified(key, 0.25)
     assert verified_difference(key) == 0.25
     (record,) = tmp_path.glob("*/*.json")
-    for damaged in ("", "{", "[]", '{"difference": null}'):
+    not_known = [f'{{"difference": {value}}}' for value in ("null", "NaN", "Infinity", "-1")]
+    for damaged in ("", "{", "[]", *not_known):
         record.write_text(damaged)
         assert verified_difference(key) is None
