@@ -50,7 +50,7 @@ def roofline(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of a row, or samples, or frames; in decode those that the cache holds.",
+            help="Tokens, samples or frames of a row; images need none. In decode what is cached.",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",

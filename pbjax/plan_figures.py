@@ -43,7 +43,7 @@ def search_figure(result: SearchResult, batch_size: int) -> "Figure":
             vmax=max(high, low * (1 + 1e-9)),
             s=26,
             zorder=2,
-            label=f"visited: {len(visits):,}",
+            label=f"visited: {len(set(places)):,} splits",
         )
         bar = figure.colorbar(drawn, cax=figure.add_axes((0.76, 0.11, 0.025, 0.45)), extend="max")
         bar.set_label("predicted makespan (ms)")

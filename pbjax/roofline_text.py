@@ -35,7 +35,7 @@ def _title(report: Roofline) -> str:
     figures = (
         f"predicted for {device.kind}: {_rate(device.contraction_flops_per_s(report.dtype))} of "
         f"tensor cores, {_rate(device.cuda_flops_per_s)} of others, "
-        f"{device.memory_bytes_per_s / 1e12:.2f} TB/s, ridge point {report.ridge_point:.0f} "
+        f"{device.memory_bytes_per_s / 1e12:.3g} TB/s, ridge point {report.ridge_point:.0f} "
         f"FLOP/byte ({device.source})"
     )
     head = f"{report.model}, {report.phase}{sized}, {report.dtype}, attention {report.attention}"
