@@ -16,8 +16,13 @@ def read_batch(text: str, latency_ms: float | None) -> int | None:
     """The number of rows that `--batch` names, or None for "auto".
 
     Raises:
-      InputError: It is neither, or there is a limit for a batch that is given.
+      InputError: It is neither, the limit is no time, or there is one for a batch that is given.
     """
+    if latency_ms is not None and not latency_ms > 0:  # Before the model is loaded.
+        raise InputError(
+            f"--latency-ms {latency_ms:g}: not a time; milliseconds above 0 are allowed; give the "
+            "longest that a batch may take, or leave it out"
+        )
     if text == AUTO:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 0):

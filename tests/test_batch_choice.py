@@ -14,6 +14,8 @@ from pbjax.errors import InputError, InputTypeError, MemoryBudgetError
 from pbjax.profiling import Timing
 from pbjax.roofline_batching import SizePoint, choose_point
 
+from .jobs import check_house_form
+
 H200, CPU = find_device("NVIDIA H200"), find_device("cpu", num_cores=2)
 WEIGHTS = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 ROW = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
@@ -167,3 +169,10 @@ def test_an_option_that_is_no_batch_is_refused(text):
 def test_a_limit_for_a_given_batch_is_refused():
     with pytest.raises(InputError, match="the batch is given already"):
         read_batch("96", 50.0)
+
+
+@pytest.mark.parametrize("limit", [0.0, -5.0, float("nan")])
+def test_a_limit_that_is_no_time_is_refused_before_the_model_is_loaded(limit):
+    with pytest.raises(InputError, match="not a time") as error:
+        read_batch("auto", limit)
+    check_house_form(error)
