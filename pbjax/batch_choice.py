@@ -31,7 +31,7 @@ from pbjax.roofline_text import size, table_text, wrapped
 from pbjax.timing import time_function
 
 MAX_BATCH = 1 << 16
-MEASURED_AT_MOST = 6
+MEASURED_AT_MOST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,13 +217,16 @@ def measured_points(
 
 
 def _next(found: Mapping[int, SizePoint], count: int, latency_s: float | None) -> list[int]:
-    """The batch to measure next: smaller while all are too slow, larger while that still gains."""
+    """The batch to measure next: smaller while all are too slow, larger while that still gains.
+
+    One that gains nothing does not end it, as a sample may be off: two in a row do.
+    """
     allowed = [i for i, p in found.items() if latency_s is None or p.seconds <= latency_s]
     low, high = min(found), max(found)
     if not allowed:
         return [low - 1] if low > 0 else []
     best = max(allowed, key=lambda i: found[i].tokens_per_s)
-    if best == high and high + 1 < count:
+    if high - best <= 1 and high in allowed and high + 1 < count:
         return [high + 1]
     smallest = min(allowed)
     good = found[smallest].tokens_per_s >= (1 - PLATEAU) * found[best].tokens_per_s

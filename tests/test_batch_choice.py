@@ -117,7 +117,7 @@ def test_measuring_goes_on_to_larger_batches_while_they_gain():
     assert [p.batch_size for p in found] == [2, 4]
     start = points((1, 2, 4, 8, 16, 32, 64), lambda rows: 1e-3 * max(1, rows / 4))
     found = measured_points(start, lambda rows: 1e-3 * max(1.0, rows / 16), None)
-    assert [p.batch_size for p in found] == [4, 8, 16, 32]
+    assert [p.batch_size for p in found] == [4, 8, 16, 32, 64]
 
 
 def test_measuring_goes_down_until_the_limit_is_kept():
@@ -130,6 +130,12 @@ def test_measuring_stops_after_a_few_when_nothing_keeps_the_limit():
     asked = []
     found = measured_points(PREDICTED, lambda rows: asked.append(rows) or 1.0, 0.003)
     assert len(asked) == len(found) <= MEASURED_AT_MOST
+
+
+def test_one_slow_sample_does_not_end_the_measuring():
+    start = points((1, 2, 4, 8, 16), lambda rows: 1e-3 * rows)
+    found = measured_points(start, lambda rows: 1e-2 if rows == 2 else 1e-3, None)
+    assert [p.batch_size for p in found] == [1, 2, 4, 8, 16]
 
 
 def test_a_device_is_measured(monkeypatch):
