@@ -182,7 +182,7 @@ def _optimize(
     """What `optimize` does, with the matches that are asked for."""
     phases = Phases(progress)
     if state is not None:
-        _check_step_options(profile=profile, buckets=buckets)
+        _check_step_options(profile=profile, buckets=buckets, unroll=unroll)
         _check_split_or_plan(split, plan)
         return optimize_step(
             model,

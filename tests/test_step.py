@@ -131,6 +131,8 @@ def test_a_function_that_does_not_carry_the_state_is_refused(function, state, me
 def test_options_of_functions_without_state_are_refused():
     with pytest.raises(InputError, match="leave out buckets="):
         pbjax.optimize(step, *example(), state=1, buckets=(8, 16))
+    with pytest.raises(InputError, match="unroll= is given too"):
+        pbjax.optimize(step, *example(), state=1, unroll=2)
 
 
 def on_hopper(**options):
