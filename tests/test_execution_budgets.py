@@ -89,7 +89,8 @@ def test_budgets_hold_in_slots_of_several_classes_only(analysis):
         grids[staggers] = set(launches(traced(analysis, program).jaxpr))
     assert ("add_rms_norm", BUDGETS["TENSOR"]) in grids[ahead, 0]
     assert ("add_rms_norm", 132) in grids[ahead, 0]
-    assert {sms for _, sms in grids[0, 0]} == {8, 132 // 2, 132}  # a head each, pairs of SMs, all
+    # A head each, and all. Products of so few rows are XLA's.
+    assert {sms for _, sms in grids[0, 0]} == {8, 132}
 
 
 def operation(f, *args):
