@@ -6,7 +6,6 @@ pbjax. Rooflines, classes and predictions take a `Device`, whichever figures it 
 Nothing is measured here.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import ClassVar, Literal
 
 from pbjax.device import Device
 from pbjax.errors import DeviceError, InputError
-from pbjax.files import read_json, write_atomically
+from pbjax.files import read_json, write_json
 from pbjax.profile_rows import Provenance
 from pbjax.profiling import find_profile
 
@@ -98,8 +97,7 @@ class Ceilings:
         Raises:
           FileError: The file cannot be written.
         """
-        data = {"schema_version": 1, "ceilings": asdict(self)}
-        write_atomically(Path(path), json.dumps(data, indent=1) + "\n")
+        write_json(path, {"schema_version": 1, "ceilings": asdict(self)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ceilings":

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 from jaxtyping import Array
 
-from pbjax.analysis import Analysis
+from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.choices import Choice
 from pbjax.compilation import (
     CompiledProgram,
@@ -48,6 +48,17 @@ _DECISIONS: dict[str, Decision] = {
 }
 
 PLAIN_WINS = "the model as it was given is faster than with the kernels that fusion found"
+
+
+def verify_fusion(analysis: Analysis, phases: Phases) -> None:
+    """Compares each kind of match with what it replaces, before anything is measured.
+
+    Raises:
+      FusionError: They differ by more than their dtypes allow.
+    """
+    if analysis.fused:
+        with phases.phase("verify fusion"):
+            analysis.form_at(PROBE_SIZE).verify()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """JSON files that are written whole or not at all, and read strictly."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,11 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):  # not there, or its folder is none
             scratch.unlink()
+
+
+def write_json(path: str | os.PathLike[str], document: object) -> None:
+    """Writes plain data as JSON, by `write_atomically`."""
+    write_atomically(Path(path), json.dumps(document, indent=1) + "\n")
 
 
 def read_json[T](path: Path, kind: type[T], remedy: str) -> T:

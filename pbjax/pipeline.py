@@ -16,7 +16,7 @@ from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.choices import Choice, forced, given_split, planned, searched, whole_numbers
 from pbjax.classify import class_shares
 from pbjax.compilation import PackedWeights
-from pbjax.contest import Contest, run_contest
+from pbjax.contest import Contest, run_contest, verify_fusion
 from pbjax.device import Device, find_device
 from pbjax.errors import (
     DeviceError,
@@ -180,22 +180,11 @@ def _optimize(
     progress: Progress | None,
 ) -> Optimized | OptimizedStep:
     """What `optimize` does, with the matches that are asked for."""
-    phases = Phases(progress)
+    phases, saved = Phases(progress), None
     if state is not None:
         _check_step_options(profile=profile, buckets=buckets, unroll=unroll)
         _check_split_or_plan(split, plan)
-        return optimize_step(
-            model,
-            inputs,
-            state,
-            device=device,
-            phases=phases,
-            variables=variables,
-            batch_axes=batch_axes,
-            fuse=fuse,
-            split=split,
-            plan=None if plan is None else _loaded(plan),
-        )
+        saved = None if plan is None else _loaded(plan)
     with phases.phase("analyse"):
         analysis = analyse(
             model,
@@ -205,9 +194,10 @@ def _optimize(
             batch_axes=batch_axes,
             fuse=fuse,
         )
-    if analysis.fused and plan is None:
-        with phases.phase("verify fusion"):
-            analysis.form_at(PROBE_SIZE).verify()
+    if state is not None:
+        return optimize_step(analysis, inputs, state, phases=phases, split=split, plan=saved)
+    if plan is None:
+        verify_fusion(analysis, phases)
     leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
     sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)

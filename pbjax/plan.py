@@ -1,6 +1,5 @@
 """The saved decision: how one model's batch is split on one device, and the figures behind it."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
-from pbjax.files import read_json, write_atomically
+from pbjax.files import read_json, write_json
 from pbjax.schedule import MAX_SUB_BATCHES
 
 SCHEMA_VERSION = 2
@@ -110,8 +109,7 @@ class Plan:
         Raises:
           FileError: The file cannot be written.
         """
-        file = _File(schema_version=SCHEMA_VERSION, plan=self)
-        write_atomically(Path(path), json.dumps(asdict(file), indent=1) + "\n")
+        write_json(path, asdict(_File(schema_version=SCHEMA_VERSION, plan=self)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

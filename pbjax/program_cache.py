@@ -16,6 +16,7 @@ import jax
 import jaxlib
 
 from pbjax.errors import FileError, PbjaxWarning
+from pbjax.files import write_atomically
 
 VARIABLE = "PBJAX_CACHE_DIR"
 OFF = "off"
@@ -117,13 +118,9 @@ def note_verified(key: str, difference: float) -> None:
     path = _record(key)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Renamed into place, so that another process reads all of it or nothing.
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"difference": difference}))
-        draft.replace(path)
-    except OSError as error:
-        text = f"verified programs are not kept: {path}: {error.strerror}"
-        warnings.warn(text, PbjaxWarning, stacklevel=2)
+        write_atomically(path, json.dumps({"difference": difference}))
+    except (OSError, FileError) as error:
+        warnings.warn(f"verified programs are not kept: {error}", PbjaxWarning, stacklevel=2)
 
 
 def _keeps() -> bool:

@@ -1,6 +1,5 @@
 """Predicted beside measured stages of a roofline, and the table that measured ones are kept in."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import InputError
-from pbjax.files import read_json, write_atomically
+from pbjax.files import read_json, write_json
 from pbjax.profile_rows import Provenance
 from pbjax.roofline_batching import SizePoint, size_point
 from pbjax.roofline_points import Measured, Roofline, Total
@@ -134,8 +133,7 @@ class MeasuredTable:
         Raises:
           FileError: The file cannot be written.
         """
-        data = {"schema_version": 1, "table": asdict(self)}
-        write_atomically(Path(path), json.dumps(data, indent=1) + "\n")
+        write_json(path, {"schema_version": 1, "table": asdict(self)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "MeasuredTable":

@@ -9,11 +9,8 @@ from typing import SupportsIndex
 import jax
 from jaxtyping import Array
 
-from pbjax.analysis import PROBE_SIZE, Analysis, analyse
-from pbjax.contest import NOISE_FACTOR
-from pbjax.device import Device
-from pbjax.functional import Model
-from pbjax.fusion import Patterns, Selection
+from pbjax.analysis import Analysis
+from pbjax.contest import NOISE_FACTOR, verify_fusion
 from pbjax.measured_programs import MeasuredProgram, milliseconds
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
@@ -39,29 +36,21 @@ _DECISIONS: dict[str, Decision] = {"plain": "plain", "unsplit": "unsplit", "wove
 
 
 def optimize_step(
-    model: Model,
+    analysis: Analysis,
     inputs: Sequence[object],
     state: int,
     *,
-    device: Device,
     phases: Phases,
-    variables: Mapping[str, object] | None,
-    batch_axes: object,
-    fuse: Patterns | Selection,
     split: Sequence[SupportsIndex] | None,
     plan: Plan | None,
 ) -> OptimizedStep:
     """Plans, compiles, checks and measures a step; see `pbjax.optimize`.
 
     Args:
-      model: The function.
+      analysis: The function, taken apart.
       inputs: Example inputs.
       state: Which of them is carried from call to call.
-      device: Peak rates for the predictions.
       phases: Clocks the work.
-      variables: Of an unbound linen module.
-      batch_axes: Where the batch is in the inputs.
-      fuse: What to replace by kernels.
       split: Sizes of one or two sub-batches, run even if slower; searched if None.
       plan: A saved decision: nothing is searched, and nothing measured unless it was made for
         another device or version of jax.
@@ -76,20 +65,11 @@ def optimize_step(
       VerificationError: A program's results are not the function's.
     """
     with phases.phase("analyse"):
-        analysis = analyse(
-            model,
-            inputs,
-            device=device,
-            variables=variables,
-            batch_axes=batch_axes,
-            fuse=fuse,
-        )
         whole = find_state(analysis, inputs, state)
     leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
     check_room(analysis, whole, leaves)
-    if analysis.fused and plan is None:
-        with phases.phase("verify fusion"):
-            analysis.form_at(PROBE_SIZE).verify()
+    if plan is None:
+        verify_fusion(analysis, phases)
     with phases.phase("search"):
         ways = Ways(analysis)
         choice = choose(analysis, ways, split, plan)

@@ -1,6 +1,22 @@
 """A stage timer that runs nothing, so that tests of whole jobs are fast and repeatable."""
 
+from pbjax.profile_rows import Provenance
 from pbjax.profiling import Timing
+
+
+def provenance(**fields):
+    """Where a table of the tests comes from."""
+    given = {
+        "device_kind": "cpu",
+        "driver": "",
+        "jax": "0.11.2",
+        "commit": "0123456",
+        "date": "2025-01-01",
+        "clock_mhz": 0,
+        "power_limit_w": 0,
+        "command": "",
+    }
+    return Provenance(**given | fields)
 
 
 class FakeTimer:

@@ -8,16 +8,14 @@ import pytest
 from pbjax.ceilings import Ceilings, calibrated, user_folder
 from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, FileError, InputError
-from pbjax.profile_rows import Provenance
 
-HERE = Provenance(
+from .fakes import provenance
+
+HERE = provenance(
     device_kind="NVIDIA H100 80GB HBM3",
     driver="1",
-    jax="0.11.2",
     commit="",
     date="2026-11-29T00:00:00",
-    clock_mhz=0,
-    power_limit_w=0,
     command="pbjax calibrate",
 )
 FOUND = Ceilings(

@@ -10,18 +10,10 @@ from pbjax.ceilings import Ceilings
 from pbjax.cli import app
 from pbjax.cli_calibrate import ceilings_text
 from pbjax.device import find_device
-from pbjax.profile_rows import Provenance
 
-HERE = Provenance(
-    device_kind="cpu",
-    driver="",
-    jax="0.11.2",
-    commit="",
-    date="2026-11-29",
-    clock_mhz=0,
-    power_limit_w=0,
-    command="pbjax calibrate",
-)
+from .fakes import provenance
+
+HERE = provenance(commit="", date="2026-11-29", command="pbjax calibrate")
 FOUND = Ceilings(
     provenance=HERE,
     tensor_flops_per_s={"float32": 2e11},

@@ -17,7 +17,6 @@ from pbjax.profiling import (
     CorunRow,
     Outline,
     Profile,
-    Provenance,
     Row,
     Run,
     StageInfo,
@@ -29,16 +28,9 @@ from pbjax.profiling import (
     usable_rows,
 )
 
-PROVENANCE = Provenance(
-    device_kind="cpu",
-    driver="",
-    jax="0.11.2",
-    commit="0123456",
-    date="2025-01-01",
-    clock_mhz=0,
-    power_limit_w=0,
-    command="pbjax profile",
-)
+from .fakes import provenance
+
+PROVENANCE = provenance(command="pbjax profile")
 
 
 def stage(name):

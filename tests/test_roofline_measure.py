@@ -15,10 +15,11 @@ from pbjax import roofline_measure
 from pbjax.cli import app
 from pbjax.device import find_device
 from pbjax.errors import DeviceError, FileError, InputError
-from pbjax.profile_rows import Provenance
 from pbjax.roofline import roofline_report
 from pbjax.roofline_checks import MeasuredTable, Row, checks_text, stage_checks
 from pbjax.roofline_measure import instruction_stages
+
+from .fakes import provenance
 
 DATA = Path(__file__).parent / "data"
 CPU = find_device("cpu", num_cores=2)
@@ -154,16 +155,7 @@ def test_a_trace_without_instructions_is_refused(monkeypatch):
 
 
 def saved(report, path, device_kind="cpu"):
-    where = Provenance(
-        device_kind=device_kind,
-        driver="",
-        jax="0.11.2",
-        commit="",
-        date="2026-11-29",
-        clock_mhz=0,
-        power_limit_w=0,
-        command="",
-    )
+    where = provenance(device_kind=device_kind, commit="", date="2026-11-29")
     row = Row(
         model=report.model,
         phase=report.phase,

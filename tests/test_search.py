@@ -14,21 +14,14 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError, MemoryBudgetError
-from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageInfo, grid
+from pbjax.profiling import CorunRow, Outline, Profile, Row, StageInfo, grid
 from pbjax.schedule import Split
 from pbjax.search import SearchOptions, best_staggers, predicted_bytes, search
 from pbjax.throughput import evaluate, lower_bound
 
-PROVENANCE = Provenance(
-    device_kind="cpu",
-    driver="",
-    jax="0.11.2",
-    commit="0123456",
-    date="2025-01-01",
-    clock_mhz=0,
-    power_limit_w=0,
-    command="",
-)
+from .fakes import provenance
+
+PROVENANCE = provenance()
 SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
 
 

@@ -10,20 +10,13 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageInfo
+from pbjax.profiling import CorunRow, Outline, Profile, Row, StageInfo
 from pbjax.schedule import Split, timetable
 from pbjax.throughput import Evaluator, evaluate, lower_bound
 
-PROVENANCE = Provenance(
-    device_kind="cpu",
-    driver="",
-    jax="0.11.2",
-    commit="0123456",
-    date="2025-01-01",
-    clock_mhz=0,
-    power_limit_w=0,
-    command="",
-)
+from .fakes import provenance
+
+PROVENANCE = provenance()
 SIZES = (2, 3, 8, 20, 60)
 
 
