@@ -2,10 +2,11 @@
 """Times decode steps of LLaMA3-8B layers: the whole batch, and two woven sub-batches.
 
 Random weights and caches at full width, few layers, a small vocabulary so that layers are what is
-timed. Each case is a process: all compile at the same time, then one after the other measures. As
-each is done its report is printed and the JSON file written; the table comes last.
+timed. Each case is a process: all compile at the same time, then one after the other measures, and
+ends before the next, so that the device's memory holds the caches of one. As each is done its
+report is printed and the JSON file written; the table comes last.
 
-    python scripts/bench_step.py [--layers 8] [--cases 1024x512 768x512:384+384] [--out FILE]
+    python scripts/bench_step.py [--layers 6] [--cases 1024x512 768x512:384+384] [--out FILE]
 """
 
 import argparse
@@ -13,23 +14,31 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # Batch x context, and sizes of the sub-batches where the search is not to choose them.
 CASES = ["1024x512", "768x512", "768x512:384+384", "512x1024:256+256", "256x2048:128+128"]
+TINY_CASES = ["32x16", "24x32:12+12"]
 
 
 def main() -> None:
     """Runs the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--cases", nargs="+", default=CASES, help="batch x context[:sizes]")
-    parser.add_argument("--tiny", action="store_true", help="small widths, to try the script")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--cases", nargs="+", help=f"batch x context[:sizes]; {' '.join(CASES)}")
+    parser.add_argument(
+        "--tiny", action="store_true", help=f"small widths, and {' '.join(TINY_CASES)}: a try"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
+    cases = args.cases or (TINY_CASES if args.tiny else CASES)
     command = " ".join(["python", *sys.argv])
     rows = []
-    for provenance, row, report in measured(args.cases, args.layers, command, tiny=args.tiny):
+    for provenance, row, report in measured(cases, args.layers, command, tiny=args.tiny):
         print(report, flush=True)
         rows.append(row)
         result = {"schema_version": 2, "provenance": provenance, "rows": rows}
@@ -41,59 +50,101 @@ def main() -> None:
         print(line(row))
 
 
-def measured(cases: list[str], num_layers: int, command: str, *, tiny: bool):
+def measured(
+    cases: Sequence[str], num_layers: int, command: str, *, tiny: bool
+) -> Iterator[tuple[dict, dict, str]]:
     """Yields provenance, row and report of each case, in the order in which they are measured.
 
     Raises:
-      SystemExit: A process died.
+      SystemExit: A process failed, or died.
     """
     # Several processes share the memory of the device.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    context = multiprocessing.get_context("spawn")
-    compiled, turn, queue = context.Barrier(len(cases)), context.Lock(), context.Queue()
-    processes = [
-        context.Process(
-            target=measure, args=(case, num_layers, command, tiny, compiled, turn, queue)
+    workers = [Worker.start(case, cases, num_layers, command, tiny) for case in cases]
+    try:
+        for worker in workers:
+            worker.answer()  # It has compiled.
+        for worker in workers:
+            worker.end.send("measure")
+            yield worker.answer()
+            worker.process.join()  # Only then is its memory free.
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The process of a case, and the end of the pipe to it."""
+
+    case: str
+    process: BaseProcess
+    end: Connection
+
+    @classmethod
+    def start(cls, case: str, cases: Sequence[str], num_layers: int, command: str, tiny: bool):
+        """Starts a case, which compiles, says so, and waits for its turn."""
+        context = multiprocessing.get_context("spawn")
+        end, theirs = context.Pipe()
+        process = context.Process(
+            target=measure, args=(case, cases, num_layers, command, tiny, theirs), daemon=True
         )
-        for case in cases
-    ]
-    for process in processes:
         process.start()
-    for _ in cases:
-        found = queue.get()
+        theirs.close()  # Else its death would not end what is read here.
+        return cls(case, process, end)
+
+    def answer(self) -> tuple[dict, dict, str] | None:
+        """What the process says next; None that it has compiled.
+
+        Raises:
+          SystemExit: It failed, or died.
+        """
+        try:
+            found = self.end.recv()
+        except EOFError:
+            self.process.join()
+            code = self.process.exitcode
+            raise SystemExit(f"bench_step({self.case}): its process died with {code}") from None
         if isinstance(found, str):
-            for process in processes:
-                process.terminate()
-            raise SystemExit(found)
-        yield found
-    for process in processes:
-        process.join()
+            raise SystemExit(f"bench_step({self.case}): {found}")
+        return found
 
 
-def measure(case: str, num_layers: int, command: str, tiny: bool, compiled, turn, queue) -> None:
+def measure(
+    case: str, cases: Sequence[str], num_layers: int, command: str, tiny: bool, end: Connection
+) -> None:
     """A process: measures a case when all have compiled and it is its turn."""
+
+    def wait() -> None:
+        end.send(None)
+        end.recv()
+
     try:
         # Only here: the parent starts processes sooner without JAX.
         from step_case import run
 
-        queue.put(run(case, num_layers, command, tiny=tiny, compiled=compiled, turn=turn))
-    except BaseException as error:
-        compiled.abort()
-        queue.put(f"bench_step({case}): {type(error).__name__}: {error}")
+        end.send(run(case, cases, num_layers, command, tiny=tiny, wait=wait))
+    except Exception as error:
+        end.send(f"{type(error).__name__}: {error}")
         raise
 
 
 def line(row: dict) -> str:
-    """One row of the table."""
-    unsplit, sequence, woven = (
-        1e3 * row["seconds"].get(name, float("nan")) for name in ("unsplit", "sequential", "woven")
+    """One row of the table; a dash for what was not tried."""
+    unsplit, sequential, woven = (
+        row["seconds"].get(name) for name in ("unsplit", "sequential", "woven")
     )
+    ratio = unsplit / woven if woven else None
     return (
         f"{row['batch']:5d} {row['context']:7d} {'+'.join(map(str, row['sizes'])):>10s} "
-        f"{unsplit:8.3f} {sequence:11.3f} {woven:6.3f} {unsplit / woven:5.3f}x "
-        f"{unsplit / (1e3 * row['bound_s']['woven']):5.2f}x {row['riding']:5.0%} "
+        f"{1e3 * unsplit:8.3f} {_cell(sequential, 1e3):>11s} {_cell(woven, 1e3):>6s} "
+        f"{_cell(ratio):>6s} {unsplit / row['bound_s']['woven']:6.2f} {row['riding']:5.0%} "
         f"{row['tokens_per_s_at_32_layers']:9,d}"
     )
+
+
+def _cell(value: float | None, factor: float = 1.0) -> str:
+    return "-" if value is None else f"{factor * value:.3f}"
 
 
 if __name__ == "__main__":
