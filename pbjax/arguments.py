@@ -1,10 +1,12 @@
 """Numbers that callers pass: of any library as Python's own, and what is none refused by name."""
 
+import math
 import reprlib
+from collections.abc import Mapping
 from operator import index
 from typing import Any
 
-from pbjax.errors import InputTypeError
+from pbjax.errors import InputError, InputTypeError
 
 
 def whole(asked: str, value: Any) -> int:
@@ -54,6 +56,28 @@ def number(asked: str, value: Any) -> float:
     except (TypeError, ValueError):
         pass
     raise InputTypeError(f"{asked}: {_shown(value)}; a number is allowed; pass a float")
+
+
+def check_figures(
+    asked: str, figures: Mapping[str, float], remedy: str, *, zero: bool = True
+) -> None:
+    """Refuses what no measurement gives.
+
+    Args:
+      asked: What has the figures, such as "Seconds".
+      figures: Rates or seconds by their name.
+      remedy: What to do, for the message.
+      zero: Whether 0 is allowed.
+
+    Raises:
+      InputError: One is negative, infinite or NaN; the message names it.
+    """
+    for name, value in figures.items():
+        if not (0 <= value < math.inf and (zero or value)):
+            least = "0 or more" if zero else "above 0"
+            raise InputError(
+                f"{asked}: {name} is {value:g}; finite figures {least} are allowed; {remedy}"
+            )
 
 
 def _shown(value: object) -> str:

@@ -12,14 +12,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pbjax.arguments import check_figures
 from pbjax.device import Device
 from pbjax.errors import DeviceError, InputError
-from pbjax.files import read_json, write_json
+from pbjax.files import STRICT, read_json, write_json
 from pbjax.profile_rows import Provenance
 from pbjax.profiling import find_profile
 
 NAME = "ceilings"
-REMEDY = "ceilings of schema_version 1 are allowed; measure again by `pbjax calibrate`"
+# Queries and keys of the attention that is measured: its rate depends on them.
+ATTENTION_TOKENS = 1024
+AGAIN = "measure again by `pbjax calibrate`"
+REMEDY = f"ceilings of schema_version 1 are allowed; {AGAIN}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +33,10 @@ class Ceilings:
     Attributes:
       provenance: Where and how they were measured.
       tensor_flops_per_s: Of a large square product, by dtype name.
-      attention_flops_per_s: Of fused attention in bfloat16 by the head's width; empty where it was
-        not measured.
-      cuda_flops_per_s: Of multiply-adds in float32 outside of products, two FLOPs each; None where
-        it was not measured.
+      attention_flops_per_s: Of fused attention in bfloat16 with `ATTENTION_TOKENS` queries and
+        keys, all scores counted, by the head's width; empty where it was not measured.
+      cuda_flops_per_s: Of multiplications and additions in float32 outside of products, as XLA
+        compiles them: each an instruction of its own. None where it was not measured.
       functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive; empty
         where they were not measured.
       memory_bytes_per_s: Of a large copy, bytes read and written together.
@@ -50,15 +54,24 @@ class Ceilings:
     launch_s: float
 
     def __post_init__(self):
-        """Raises InputError where a rate is not positive."""
-        tables = (self.tensor_flops_per_s, self.attention_flops_per_s, self.functions_per_s)
-        rates = [rate for table in tables for rate in table.values()]
-        rates += [self.memory_bytes_per_s, self.weight_bytes_per_s, self.launch_s]
-        rates += [] if self.cuda_flops_per_s is None else [self.cuda_flops_per_s]
-        if not self.tensor_flops_per_s or not all(0 < rate < float("inf") for rate in rates):
+        """Refuses rates that are not positive, and a table without a product's."""
+        tables = {
+            name: getattr(self, name)
+            for name in ("tensor_flops_per_s", "attention_flops_per_s", "functions_per_s")
+        }
+        rates = {f"{name}[{key}]": r for name, table in tables.items() for key, r in table.items()}
+        rates |= {
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            "weight_bytes_per_s": self.weight_bytes_per_s,
+            "launch_s": self.launch_s,
+        }
+        if self.cuda_flops_per_s is not None:
+            rates["cuda_flops_per_s"] = self.cuda_flops_per_s
+        check_figures("Ceilings", rates, AGAIN, zero=False)
+        if not self.tensor_flops_per_s:
             raise InputError(
-                f"Ceilings: the lowest rate is {min(rates):g}; rates above 0, and one of products "
-                "at least, are allowed; measure again by `pbjax calibrate`"
+                "Ceilings: tensor_flops_per_s is empty; the rate of a dtype or more is allowed; "
+                f"{AGAIN}"
             )
 
     def applied_to(self, device: Device) -> Device:
@@ -114,7 +127,7 @@ class Ceilings:
 class _File:
     """What a file holds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     schema_version: Literal[1]
     ceilings: Ceilings

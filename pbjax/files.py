@@ -4,8 +4,12 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from pbjax.errors import FileError, InputError
+
+# The `__pydantic_config__` of what is read: nothing unknown, no NaN and no infinity.
+STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,11 +39,11 @@ def write_json(path: str | os.PathLike[str], document: object) -> None:
 
 
 def read_json[T](path: Path, kind: type[T], remedy: str) -> T:
-    """Reads a file into a dataclass; unknown, missing and mistyped fields are refused.
+    """Reads a file into a dataclass; unknown, missing, mistyped and infinite fields are refused.
 
     Args:
       path: The file.
-      kind: The dataclass that the whole file is, its `__pydantic_config__` forbidding extra fields.
+      kind: The dataclass that the whole file is, with `STRICT` as its `__pydantic_config__`.
       remedy: What is allowed and what to do, for the message.
 
     Raises:

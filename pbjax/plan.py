@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pbjax.arguments import check_figures
 from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
-from pbjax.files import read_json, write_json
+from pbjax.files import STRICT, read_json, write_json
 from pbjax.schedule import MAX_SUB_BATCHES
 
 SCHEMA_VERSION = 2
+REMEDY = "correct the plan or search again"
 
 # Of the whole batch at once, "plain" is the model as it was given, without what fusion has found.
 type Decision = Literal["split", "unsplit", "plain"]
@@ -29,12 +31,16 @@ class Seconds:
       split: The sub-batches staggered.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     plain: float | None = None
     unsplit: float | None = None
     sequential: float | None = None
     split: float | None = None
+
+    def __post_init__(self):
+        """Refuses what no clock gives."""
+        check_figures("Seconds", _known(asdict(self)), REMEDY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ class Plan:
       date: ISO 8601.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     model: str
     fingerprint: str
@@ -101,6 +107,7 @@ class Plan:
                 "split has two sizes or more, and a step one block or more; correct the plan or "
                 "search again"
             )
+        check_figures("Plan", _known({"max_difference": self.max_difference}), REMEDY)
         check_sm_budgets(f"Plan(sizes={self.sizes})", self.sm_budgets, self.device_kind)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -130,7 +137,11 @@ class Plan:
 class _File:
     """What a file holds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     schema_version: Literal[1, 2]
     plan: Plan
+
+
+def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if value is not None}

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pbjax.arguments import check_figures
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
 
@@ -79,13 +80,13 @@ class Row:
 
     def __post_init__(self):
         """Refuses sizes and seconds that no measurement gives."""
-        seconds = (self.median_s, self.spread_s)
-        if self.batch_size < 1 or self.sm_budget < 0 or not all(map(_is_seconds, seconds)):
+        if self.batch_size < 1 or self.sm_budget < 0:
             raise InputError(
                 f"Row(stage={self.stage!r}): batch_size {self.batch_size}, sm_budget "
-                f"{self.sm_budget}, median_s {self.median_s}, spread_s {self.spread_s}; sizes are "
-                "positive, budgets and seconds finite and not negative; measure the row again"
+                f"{self.sm_budget}; sizes are positive, budgets not negative; measure the row again"
             )
+        seconds = {"median_s": self.median_s, "spread_s": self.spread_s}
+        check_figures(f"Row(stage={self.stage!r})", seconds, "measure the row again")
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -113,11 +114,15 @@ class CorunRow:
 
     def __post_init__(self):
         """Refuses sizes and slowdowns that no measurement gives."""
-        if min(self.batch_sizes) < 1 or not all(s > 0 and math.isfinite(s) for s in self.slowdowns):
+        if min(self.batch_sizes) < 1 or min(self.sm_budgets) < 0:
             raise InputError(
-                f"CorunRow(stages={self.stages}): batch_sizes {self.batch_sizes}, slowdowns "
-                f"{self.slowdowns}; both are positive and finite; measure the pair again"
+                f"CorunRow(stages={self.stages}): batch_sizes {self.batch_sizes}, sm_budgets "
+                f"{self.sm_budgets}; sizes are positive, budgets not negative; measure the pair "
+                "again"
             )
+        slowdowns = {f"slowdowns[{i}]": value for i, value in enumerate(self.slowdowns)}
+        asked = f"CorunRow(stages={self.stages})"
+        check_figures(asked, slowdowns, "measure the pair again", zero=False)
 
     @property
     def key(self) -> tuple[tuple[str, int, int], ...]:
@@ -161,7 +166,3 @@ def nearest(batch_sizes: Sequence[tuple[int, int]], size_a: int, size_b: int) ->
     # Squares, not sums: of a row and that row turned round, the one in the same order is nearer.
     distances = [(log_a - math.log(a)) ** 2 + (log_b - math.log(b)) ** 2 for a, b in batch_sizes]
     return distances.index(min(distances))
-
-
-def _is_seconds(value: float) -> bool:
-    return value >= 0 and math.isfinite(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
-from pbjax.files import read_json, write_atomically
+from pbjax.files import STRICT, read_json, write_atomically
 from pbjax.outline import Outline, StageInfo
 from pbjax.profile_rows import (
     CorunRow,
@@ -211,7 +211,7 @@ class Profile:
 class _File:
     """What a file holds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     schema_version: Literal[1]
     provenance: Provenance

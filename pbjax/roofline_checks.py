@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import InputError
-from pbjax.files import read_json, write_json
+from pbjax.files import STRICT, read_json, write_json
 from pbjax.profile_rows import Provenance
 from pbjax.roofline_batching import SizePoint, size_point
 from pbjax.roofline_points import Measured, Roofline, Total
@@ -149,7 +149,7 @@ class MeasuredTable:
 class _File:
     """What a file holds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
     schema_version: Literal[1]
     table: MeasuredTable

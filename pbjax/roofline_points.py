@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
+from pbjax.arguments import check_figures
 from pbjax.device import Device, ResourceClass
 
 # What a group of operations is: a contraction with weights; attention, whose operands all depend on
@@ -218,6 +219,13 @@ class Measured:
     kinds: Mapping[str, float]
     other_s: float
     calls: int
+
+    def __post_init__(self):
+        """Refuses seconds that no clock gives."""
+        tables = {"stages": self.stages, "kinds": self.kinds}
+        each = {f"{name}[{key}]": s for name, table in tables.items() for key, s in table.items()}
+        figures = {"seconds": self.seconds, "other_s": self.other_s, **each}
+        check_figures("Measured", figures, "measure again")
 
     @property
     def device_s(self) -> float:

@@ -218,7 +218,7 @@ def test_stage_beside_itself_is_slowed_equally_on_both_sides():
 
 @pytest.mark.parametrize("median_s", [-1.0, float("nan"), float("inf")])
 def test_impossible_seconds_are_refused(median_s):
-    with pytest.raises(InputError, match=r"Row\(stage='a'\).*finite and not negative"):
+    with pytest.raises(InputError, match=r"Row\(stage='a'\): median_s is .*finite"):
         row(A, 2, median_s)
 
 
@@ -228,7 +228,7 @@ def test_size_of_zero_is_refused():
 
 
 def test_impossible_slowdown_is_refused():
-    with pytest.raises(InputError, match=r"slowdowns \(0.0, 1.0\)"):
+    with pytest.raises(InputError, match=r"slowdowns\[0\] is 0;"):
         corun((A, B), (2, 2), (0.0, 1.0))
 
 
@@ -360,7 +360,7 @@ def edited(tmp_path, edit):
         (lambda d: d.update(extra=1), r"extra: "),
         (lambda d: d["rows"][2].update(batch_size="2"), r"rows\.2\.batch_size: .*integer"),
         (lambda d: d["rows"][1].update(batch_size=-2), r"rows\.1: .*batch_size -2"),
-        (lambda d: d["rows"][0].update(median_s=float("nan")), r"rows\.0: .*median_s nan"),
+        (lambda d: d["rows"][0].update(median_s=float("nan")), r"rows\.0\.median_s: .*finite"),
         (lambda d: d["rows"][0].update(resource="MAGIC"), r"rows\.0\.resource: "),
         (lambda d: d["rows"][0].pop("fingerprint"), r"rows\.0\.fingerprint: .*required"),
         (lambda d: d["rows"].append(d["rows"][0]), r"two rows for"),
@@ -500,7 +500,7 @@ def test_sm_budget_of_a_run_is_written_to_its_row():
 
 
 def test_timer_that_finds_nonsense_is_refused():
-    with pytest.raises(InputError, match=r"median_s nan"):
+    with pytest.raises(InputError, match=r"median_s is nan"):
         fill(
             profile(),
             runs(OUTLINE, (2,)),

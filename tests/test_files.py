@@ -1,0 +1,96 @@
+"""Files of figures: no figure that no measurement gives is read from any of them."""
+
+import json
+import math
+from functools import reduce
+
+import pytest
+
+from pbjax.device import ResourceClass
+from pbjax.errors import FileError
+from pbjax.plan import Plan
+from pbjax.profile_rows import CorunRow, Row
+from pbjax.profiling import Profile
+from pbjax.roofline_checks import MeasuredTable
+from pbjax.roofline_checks import Row as MeasuredRow
+from pbjax.roofline_points import Measured
+
+from .fakes import provenance
+from .test_ceilings import FOUND
+from .test_plan import PLAN
+
+ROW = Row(
+    stage="a",
+    fingerprint="0",
+    resource=ResourceClass.TENSOR,
+    dtype="float32",
+    batch_size=4,
+    shape=(2,),
+    sm_budget=0,
+    median_s=1e-3,
+    spread_s=1e-5,
+    samples=5,
+)
+PAIR = CorunRow(
+    stages=("a", "b"),
+    fingerprints=("0", "1"),
+    batch_sizes=(4, 4),
+    sm_budgets=(0, 0),
+    slowdowns=(1.1, 1.2),
+)
+MEASURED = Measured(
+    device_kind="cpu",
+    seconds=2e-3,
+    stages={"mlp": 1e-3},
+    kinds={"dense": 1e-3},
+    other_s=1e-4,
+    calls=3,
+)
+SAVED = (
+    PLAN,
+    FOUND,
+    Profile(provenance=provenance(), rows=(ROW,), corun=(PAIR,)),
+    MeasuredTable(
+        provenance=provenance(),
+        rows=(
+            MeasuredRow(model="m", phase="decode", items=1, tokens=1, cached=8, measured=MEASURED),
+        ),
+    ),
+)
+
+
+def figures(document, place=()):
+    """Places of all figures with a point in a document."""
+    if isinstance(document, float):
+        yield place
+    items = document.items() if isinstance(document, dict) else ()
+    items = enumerate(document) if isinstance(document, list) else items
+    for key, value in items:
+        yield from figures(value, (*place, key))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("saved", SAVED, ids=lambda saved: type(saved).__name__)
+def test_a_figure_that_no_measurement_gives_is_refused_by_its_name(saved, value, tmp_path):
+    path = tmp_path / "file.json"
+    saved.save(path)
+    assert type(saved).load(path) == saved
+    text = path.read_text()
+    places = list(figures(json.loads(text)))
+    assert len(places) >= 3
+    for place in places:
+        document = json.loads(text)
+        reduce(lambda part, key: part[key], place[:-1], document)[place[-1]] = value
+        path.write_text(json.dumps(document))
+        with pytest.raises(FileError) as error:
+            type(saved).load(path)
+        names = [key for key in place if isinstance(key, str)]
+        assert names[-1] in str(error.value)
+
+
+def test_a_number_too_large_for_a_float_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace("0.0011", "1e999"))
+    with pytest.raises(FileError, match=r"measured\.split: Input should be a finite number"):
+        Plan.load(path)
