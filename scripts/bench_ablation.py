@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="30 splits of each model and more")
     parser.add_argument("--no-pair", action="store_true", help="leave out the decode step's pair")
     parser.add_argument("--workers", type=int, default=24, help="processes that compile")
-    parser.add_argument("--compile-within", type=float, default=90.0, help="seconds")
+    parser.add_argument("--ready-within", type=float, default=90.0, help="seconds")
     parser.add_argument("--tiny", action="store_true", help="small models, without a GPU")
     parser.add_argument("--figure", type=Path, help="draw this file's figure; measure nothing")
     parser.add_argument("--search", type=Path, help="add the search's ablation to this file")
@@ -70,7 +70,7 @@ def main() -> None:
 
 def groups(args: argparse.Namespace) -> list[Group]:
     """What the processes compile, the longest first."""
-    deadline = time.time() + args.compile_within
+    deadline = time.time() + args.ready_within
     found = []
     for model in args.models:
         batch = 6 if args.tiny else BATCHES[model]

@@ -161,7 +161,7 @@ def main() -> None:
     """Measures, prints each stage beside its prediction, writes two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--processes", type=int, default=9, help="that compile side by side")
+    parser.add_argument("--workers", type=int, default=9, help="that compile side by side")
     parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
     parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
     parser.add_argument("--only", nargs="*", help="models of these names")
@@ -179,9 +179,9 @@ def main() -> None:
     processes = [
         context.Process(
             target=work,
-            args=(cases[i :: args.processes], turn, results, args.out / f"kernels{i}.log"),
+            args=(cases[i :: args.workers], turn, results, args.out / f"kernels{i}.log"),
         )
-        for i in range(min(args.processes, len(cases)))
+        for i in range(min(args.workers, len(cases)))
     ]
     if args.no_ceilings:
         first.set()
