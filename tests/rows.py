@@ -1,0 +1,94 @@
+"""Stages, rows and tables for the tests of profiles, and a timer that counts."""
+
+from dataclasses import replace
+from hashlib import sha256
+
+from pbjax.device import ResourceClass
+from pbjax.profiling import CorunRow, Profile, Row, Run, StageInfo, Timing
+
+from .fakes import provenance
+
+PROVENANCE = provenance(command="pbjax profile")
+
+
+def stage(name):
+    return StageInfo(
+        name=name,
+        fingerprint=sha256(name.encode()).hexdigest()[:12],
+        resource=ResourceClass.CUDA,
+        dtype="float32",
+        shape=(4, 8),
+        flops_per_row=1.0,
+        bytes_per_row=1.0,
+        weight_bytes=0,
+    )
+
+
+A, B, C = stage("a"), stage("b"), stage("c")
+
+
+def row(stage, batch_size, median_s=1.0, sm_budget=0):
+    return Row(
+        stage=stage.name,
+        fingerprint=stage.fingerprint,
+        resource=stage.resource,
+        dtype=stage.dtype,
+        batch_size=batch_size,
+        shape=stage.shape,
+        sm_budget=sm_budget,
+        median_s=median_s,
+        spread_s=0.0,
+        samples=5,
+    )
+
+
+def corun(stages, batch_sizes, slowdowns, sm_budgets=(0, 0)):
+    return CorunRow(
+        stages=(stages[0].name, stages[1].name),
+        fingerprints=(stages[0].fingerprint, stages[1].fingerprint),
+        batch_sizes=batch_sizes,
+        sm_budgets=sm_budgets,
+        slowdowns=slowdowns,
+    )
+
+
+def profile(*rows, corun=(), **provenance):
+    return Profile(provenance=replace(PROVENANCE, **provenance), rows=rows, corun=tuple(corun))
+
+
+TABLE = profile(
+    row(A, 2, 1.0),
+    row(A, 8, 4.0),
+    row(B, 2, 2.0),
+    row(B, 8, 2.0),
+    corun=[corun((A, B), (8, 8), (1.25, 1.5))],
+)
+
+
+class FakeTimer:
+    """Counts its calls; raises when it has answered `limit` times."""
+
+    def __init__(self, limit=1000):
+        self.calls = []
+        self.limit = limit
+
+    def __call__(self, run):
+        if len(self.calls) == self.limit:
+            raise KeyboardInterrupt
+        self.calls.append((run.stage.name, run.size))
+        return Timing(median_s=run.size * 1.23456e-3, spread_s=1e-6, samples=5)
+
+
+def runs(outline, sizes, sm_budget=0):
+    return [
+        Run(stage=stage, batch_size=size, sm_budget=sm_budget)
+        for stage in outline.stages
+        for size in sizes
+    ]
+
+
+def run(stage, size, sm_budget=0):
+    return Run(stage=stage, batch_size=size, sm_budget=sm_budget)
+
+
+# Look-up
