@@ -11,6 +11,7 @@ from functools import cache
 from pallas_kernels.gemm import tiles
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
+from pbjax.ceilings import ATTENTION_TOKENS
 from pbjax.device import Device
 from pbjax.roofline_points import Kind
 from pbjax.trace import Operation
@@ -32,18 +33,22 @@ def bandwidth(device: Device, kind: Kind) -> float:
 def attention_slowdown(operation: Operation, device: Device) -> float:
     """Seconds of a contraction inside fused attention over those of a product at its peak.
 
+    A tile of queries goes through its tiles of keys one by one; before the first there is nothing
+    to overlap, nor behind the last, which costs about one tile more: few tiles reach a lower rate.
+
     Args:
       operation: A contraction between activations, or a kernel that is all of attention.
       device: Whose rates count; without one for attention nothing is slower.
     """
-    share = _executed_share(operation)
+    share, steps = _executed(operation)
     rates = device.attention_flops_per_s
     if not rates:
         return share
-    width = _head_width(operation)
+    width = min(_sizes(operation))
     rate = rates[min(rates, key=lambda known: abs(known - width))]
     dtype = str(getattr(operation.equation.invars[0].aval, "dtype", ""))
-    return share * device.contraction_flops_per_s(dtype) / rate
+    ends = (1 + 1 / steps) / (1 + TILE / ATTENTION_TOKENS)
+    return share * ends * device.contraction_flops_per_s(dtype) / rate
 
 
 def product_s(operation: Operation, device: Device) -> float:
@@ -81,30 +86,40 @@ def _tiled_s(m: int, n: int, k: int, gated: bool, heavy: bool, num_sms: int) -> 
     return tiles.predicted_s((m,), n, k, gated=gated, heavy=heavy, ctas=num_sms, num_sms=num_sms)
 
 
-def _executed_share(operation: Operation) -> float:
-    """What is computed of all scores, in tiles: a causal kernel skips those above the diagonal."""
+def _executed(operation: Operation) -> tuple[float, float]:
+    """What is computed of all scores, in tiles, and how many of keys a tile of queries meets.
+
+    A causal kernel skips the tiles above the diagonal.
+    """
     params: Mapping = operation.params
     name = params["name"] if operation.primitive == KERNEL else operation.primitive
     if name not in _ATTENTIONS:
-        return 1.0
+        return 1.0, float(_tiles(max(_sizes(operation))))
     causal = operation.primitive == KERNEL and dict(params["arguments"])["causal"]
     queries, keys = (_shape(atom)[1] for atom in operation.equation.invars[:2])
-    whole = math.prod(-(-n // TILE) * TILE for n in (queries, keys)) / (queries * keys)
+    steps = float(_tiles(keys))
+    whole = TILE**2 * _tiles(queries) * steps / (queries * keys)
     if not causal and "CAUSAL" not in str(params.get("mask_type", "")):
-        return whole
-    return whole * (1 + min(1.0, TILE / keys)) / 2
+        return whole, steps
+    lower = (1 + min(1.0, TILE / keys)) / 2
+    return whole * lower, max(1.0, steps * lower)
 
 
-def _head_width(operation: Operation) -> int:
+def _tiles(tokens: int) -> int:
+    return -(-tokens // TILE)
+
+
+def _sizes(operation: Operation) -> list[int]:
+    """The head's width of an attention, and its tokens where it is a contraction."""
     query, key = (_shape(atom) for atom in operation.equation.invars[:2])
     if operation.primitive != "dot_general":
-        return query[-1]
+        return [query[-1]]
     contracted, batch = operation.params["dimension_numbers"]
     sizes = [query[i] for i in contracted[0]]
     for shape, used in zip((query, key), zip(contracted, batch, strict=True), strict=True):
         taken = {i for pair in used for i in pair}
         sizes += [size for i, size in enumerate(shape) if i not in taken]
-    return min(sizes)
+    return sizes
 
 
 def _shape(atom: object) -> tuple[int, ...]:

@@ -2,11 +2,11 @@
 
 Operations between two kernels that depend on nothing slower than each other run as one chain: what
 passes between them never reaches memory. Reshapes, transpositions and broadcasts move nothing by
-themselves, and a value that is larger than what it is made of is made again where it is read.
+themselves, and a value of twice the size of what it is made of is made again where it is read.
 Writes into a cache happen in place. How long the bytes take is decided in `roofline`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -36,6 +36,9 @@ _ALIASES = frozenset(
         *("squeeze", "stop_gradient", "transpose"),
     )
 )
+# Reading what a value is made of, and making it, pays where that is half of it or less: weights in
+# 8 bits, a broadcast; no more a row that is appended to many.
+MADE_ANEW = 2
 _LOOK_UPS = frozenset(("dynamic_slice", "gather", "slice"))
 # What a cache goes through and stays a cache.
 _KEEPS_CACHE = _ALIASES | _LOOK_UPS | {"concatenate", "convert_element_type", "pad", "select_n"}
@@ -125,15 +128,16 @@ class _Values:
                 target = self.inputs(operation.inputs[:1])
                 self.roots.append(target if len(target) == 1 else own)
             elif operation.primitive in _ALIASES or (
-                operation.primitive not in _LOOK_UPS and self._is_cheaper_anew(roots, value)
+                operation.primitive not in _LOOK_UPS and self.is_cheaper_anew(roots, value)
             ):
                 self.roots.append(roots)
             else:
                 self.roots.append(own)
             self.holds.append(holds)
 
-    def _is_cheaper_anew(self, roots: frozenset[int], value: int) -> bool:
-        return sum(self.sizes[root] for root in roots) < self.sizes[value] or not roots
+    def is_cheaper_anew(self, roots: Iterable[int], value: int) -> bool:
+        """Whether a value is made where it is read instead of written to memory."""
+        return MADE_ANEW * sum(self.sizes[root] for root in roots) <= self.sizes[value]
 
     def _held(self, operation: Operation) -> Holds:
         held = [self.holds[atom] for atom in operation.inputs if isinstance(atom, int)]
@@ -305,10 +309,7 @@ class _Charges:
         """Keeps a result; one that is made again where it is read is written for once."""
         position, end = self._values.producers[value], len(self._graph.operations)
         roots = self._values.roots[value]
-        made_anew = (
-            position is not None
-            and sum(self._values.sizes[r] for r in roots) < (self._values.sizes[value])
-        )
+        made_anew = position is not None and self._values.is_cheaper_anew(roots, value)
         for root in (value,) if made_anew else roots:
             self._store(root)
             if root in self._stored:

@@ -1,7 +1,10 @@
 """Calibration: what is measured of the machine that the tests run on, and what may fail."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pbjax import calibration
@@ -50,23 +53,49 @@ def test_a_rate_is_the_amount_over_the_seconds(monkeypatch):
 
 
 def test_a_dtype_that_nothing_multiplies_is_left_out(monkeypatch):
-    dot = jnp.dot
+    dot = jax.lax.dot_general
 
-    def refuse(a, b, **options):
+    def refuse(a, b, *args, **options):
         if a.dtype == jnp.int8:
             raise NotImplementedError("no products of int8")
-        return dot(a, b, **options)
+        return dot(a, b, *args, **options)
 
-    monkeypatch.setattr(jnp, "dot", refuse)
-    sizes = Sizes(
-        products={"float32": 64, "int8": 64},
-        thin=SMALL.thin,
-        elements=SMALL.elements,
-        copied=SMALL.copied,
-        heads=(),
-        seconds=SMALL.seconds,
-    )
+    monkeypatch.setattr(jax.lax, "dot_general", refuse)
+    sizes = replace(SMALL, products={"float32": 64, "int8": 64})
     assert set(calibrate("cpu", sizes=sizes).tensor_flops_per_s) == {"float32"}
+
+
+def test_products_of_8_bits_multiply_whole_numbers_of_a_normal_distribution(monkeypatch):
+    seen = {}
+
+    def keep(program, args, seconds):
+        out = program(*args)
+        if out.dtype == jnp.int32:
+            seen["product"] = [np.asarray(x, np.int64) for x in (*args, out)]
+        return 1.0
+
+    monkeypatch.setattr(calibration, "_sustained", keep)
+    calibrate("cpu", sizes=replace(SMALL, products={"float32": 64, "int8": 64}))
+    a, b, product = seen["product"]
+    np.testing.assert_array_equal(product, a @ b.T)
+    assert abs(a).max() > 64
+    assert 28 < a.std() < 36
+
+
+def test_of_two_programs_of_a_name_the_faster_counts(monkeypatch):
+    plain = {name: jax.jit(lambda q, k, v: q + k + v) for name in ("_cudnn", "_kernel")}
+    for name, function in plain.items():
+        monkeypatch.setattr(calibration, name, function)
+    taken = iter([1.0] * 2 + [0.5, 0.25] + [1.0] * 99)
+    monkeypatch.setattr(calibration, "_sustained", lambda *_: next(taken))
+    monkeypatch.setattr(calibration, "ATTENTION", (1, 8, 2))
+    found = calibrate("cpu", sizes=replace(SMALL, heads=(64,)))
+    assert found.attention_flops_per_s[64] == pytest.approx(4 * 2 * 8**2 * 64 / 0.25, rel=1e-3)
+
+
+def test_where_nothing_fuses_attention_it_has_no_rate(monkeypatch):
+    monkeypatch.setattr(calibration, "ATTENTION", (1, 8, 2))
+    assert not calibrate("cpu", sizes=replace(SMALL, heads=(64,))).attention_flops_per_s
 
 
 def test_what_every_device_does_and_this_one_fails_is_an_error(monkeypatch):

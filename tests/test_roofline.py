@@ -120,6 +120,19 @@ def test_a_larger_type_is_made_where_it_is_read():
     assert report(model, spec(B, D)).total.traffic == moves(activations=(2 + 4) * B * D)
 
 
+def test_a_row_appended_to_many_is_written_and_read_again():
+    """Its roots are smaller than it is, by a row: no reason to make it twice."""
+
+    def model(w, x):
+        y = jnp.concatenate([jnp.zeros((B, 1, D), x.dtype), x @ w[0]], axis=1)
+        return y @ w[1]
+
+    weights = jnp.zeros((D, D), jnp.bfloat16), jnp.zeros((D, D), jnp.bfloat16)
+    found = report(with_weights(model, *weights), spec(B, T, D))
+    (other,) = [total for total in found.kinds if total.name == "other"]
+    assert other.traffic == moves(activations=2 * B * D * (T + 1 + T))
+
+
 def test_a_look_up_moves_the_rows_that_it_takes():
     model = with_weights(lambda w, ids: w[0][ids], jnp.zeros((10_000, D), jnp.bfloat16))
     found = report(model, spec(B, T, dtype=jnp.int32))
