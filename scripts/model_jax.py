@@ -17,12 +17,12 @@ from model_rows import Row, get_row, scale_of, seed_of
 from peer_protocol import (
     NUM_INPUTS,
     Program,
+    Ready,
     check_scenario,
     error_text,
+    finish,
     make_parser,
-    measure,
     report,
-    wait_for_turn,
 )
 
 import models
@@ -67,7 +67,7 @@ def main() -> None:
     row = get_row(args.row, tiny=args.tiny)
     inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
     parameters = make_parameters(row)
-    ready = {}
+    ready = []
     with ThreadPoolExecutor() as pool:  # What compiles in C++ leaves Python free for the next.
         futures = {
             name: pool.submit(prepare, row, name, parameters, inputs[0], args.tiny)
@@ -77,20 +77,22 @@ def main() -> None:
         if error := future.exception():  # A variant that fails is reported, not hidden.
             report("jax", name, error=error_text(error))
         else:
-            ready[name] = future.result()
-    wait_for_turn()
-    for name, (compiled, weights, compile_s) in ready.items():
-        try:
-            path = args.outputs / f"jax {row.name} {name}.npy"
-            found = measure(program_of(compiled, weights, inputs), row, args, path)
-            if memory := compiled.memory_analysis():
-                found["temporary_bytes"] = memory.temp_size_in_bytes
-            if name in args.trace and not args.tiny:
-                found["kernels"] = kernels_of(compiled, weights, inputs[0])
-            report("jax", name, compile_s=compile_s, dtype="bfloat16", **found)
-        except Exception as error:
-            report("jax", name, error=error_text(error))
-    print("DONE", flush=True)
+            traced = name in args.trace and not args.tiny
+            ready.append(ready_of(name, future.result(), inputs, traced=traced))
+    finish("jax", ready, row, args)
+
+
+def ready_of(name: str, prepared: tuple, inputs: list[dict], *, traced: bool) -> Ready:
+    """A variant as `prepare` returned it, for its turn; `traced` lists its kernels."""
+    compiled, weights, compile_s = prepared
+
+    def more() -> dict[str, object]:
+        memory = compiled.memory_analysis()
+        found = {"temporary_bytes": memory.temp_size_in_bytes} if memory else {}
+        return found | ({"kernels": kernels_of(compiled, weights, inputs[0])} if traced else {})
+
+    program = program_of(compiled, weights, inputs)
+    return Ready(mode=name, program=program, compile_s=compile_s, more=more)
 
 
 def program_of(compiled, weights: list, inputs: list[dict]) -> Program:

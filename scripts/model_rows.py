@@ -1,6 +1,6 @@
 """The six rows of the model benchmark, and random weights that two frameworks make alike.
 
-Plain Python: bench_peers.py, model_jax.py and peer_torch.py all read it.
+Plain Python: bench_peers.py, model_jax.py and torch_models.py all read it.
 
 Weights and inputs are not drawn but hashed, so that JAX and PyTorch hold the same bits without a
 copy: value i of the tensor with seed s is 2 * h(i, s) - 1, times the tensor's scale, with h the

@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +120,45 @@ def report(side: str, mode: str, **found: object) -> None:
 def error_text(error: BaseException) -> str:
     """The name and the text of an error, cut to a length that a table can hold."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A mode that is compiled and waits for its turn.
+
+    Attributes:
+      mode: As its line names it.
+      program: What is timed.
+      compile_s: Seconds that compiling took.
+      dtype: That it computes in.
+      more: Further entries of its line, found after it was timed.
+    """
+
+    mode: str
+    program: Program
+    compile_s: float
+    dtype: str = "bfloat16"
+    more: Callable[[], dict[str, object]] = dict
+
+
+def finish(side: str, ready: Sequence[Ready], row: Row, args: argparse.Namespace) -> None:
+    """Waits for the turn, times one mode after the other and prints its line, or what it raised.
+
+    Args:
+      side: In the lines, and in the names of the files of first outputs.
+      ready: The modes; those that failed before have been reported.
+      row: What they compute.
+      args: As `make_parser` names them.
+    """
+    wait_for_turn()
+    for each in ready:
+        try:
+            path = args.outputs / f"{side} {row.name} {each.mode}.npy"
+            found = measure(each.program, row, args, path) | each.more()
+            report(side, each.mode, compile_s=each.compile_s, dtype=each.dtype, **found)
+        except Exception as error:  # A mode that fails is reported, not hidden.
+            report(side, each.mode, error=error_text(error))
+    print("DONE", flush=True)
 
 
 def measure(program: Program, row: Row, args: argparse.Namespace, path: Path) -> dict:

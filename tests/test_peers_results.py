@@ -1,5 +1,6 @@
 """Ratios and tables of the peers' benchmark, and its processes: ready, late, broken."""
 
+import dataclasses
 import importlib
 import io
 import json
@@ -257,3 +258,43 @@ def test_a_server_at_a_given_rate_says_whether_it_met_the_limit(script, tmp_path
     assert {"host 0", "host 1", "host 2", "host 3"} <= set(calls)
     again = protocol.measure(instant(script, calls), row, tight, tmp_path / "out.npy")["server"]
     assert not again["met"]
+
+
+def test_a_mode_that_fails_in_its_turn_is_reported_and_the_next_is_timed(
+    script, monkeypatch, capsys, tmp_path
+):
+    protocol, rows = script("peer_protocol"), script("model_rows")
+    args = options(script, "--items", "50")
+    args.outputs = tmp_path
+
+    def broken(inputs):
+        raise ValueError("out\nof memory")
+
+    good = instant(script, [])
+    bad = dataclasses.replace(good, call=broken)
+    ready = [
+        protocol.Ready(mode="bad", program=bad, compile_s=1.0),
+        protocol.Ready(
+            mode="good", program=good, compile_s=2.0, dtype="float16", more=lambda: {"bytes": 3}
+        ),
+    ]
+    monkeypatch.setattr(protocol.sys, "stdin", io.StringIO("go\n"))
+    protocol.finish("torch", ready, rows.get_row("bert", tiny=True), args)
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("READY", "DONE")
+    failed, timed = map(json.loads, lines)
+    assert failed == {"side": "torch", "mode": "bad", "error": "ValueError: out of memory"}
+    assert (timed["mode"], timed["compile_s"], timed["dtype"]) == ("good", 2.0, "float16")
+    assert timed["bytes"] == 3
+    assert (tmp_path / "torch bert good.npy").exists()
+
+
+@pytest.mark.parametrize("name", ["peer_torch", "peer_onnx", "peer_tokamax"])
+def test_help_needs_no_peer(script, monkeypatch, capsys, name):
+    for library in ("torch", "transformers", "onnxruntime", "tensorrt", "tokamax", "jax"):
+        monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        script(name).main()
+    assert end.value.code == 0
+    assert "--deadline" in capsys.readouterr().out
