@@ -1,8 +1,8 @@
 """A model on a device as the commands ask about it: its predicted and its measured reports."""
 
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -85,22 +85,10 @@ def _report(
     device, target = subject.device, nullcontext()
     if subject.kernels:
         target = import_module("models.presets").traced_for(device.kind, device.num_sms)
-    with target, _sizes_checked(subject, batch_size, seq_len):
+    with target:
         shape = subject.shape.calling_kernels() if subject.kernels else subject.shape
         call = shape.call(phase, batch_size, seq_len, new_tokens)
         return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
-
-
-@contextmanager
-def _sizes_checked(subject: "Subject", batch_size: int, seq_len: int | None) -> Generator[None]:
-    """Turns what NumPy says about arrays beyond 2^63 bytes into an error with the sizes."""
-    try:
-        yield
-    except OverflowError as error:
-        raise InputError(
-            f"{subject.name}: batch {batch_size} with seq {seq_len} has arrays of more than 2^63 "
-            "bytes; sizes that some device could hold are allowed; lower --batch or --seq"
-        ) from error
 
 
 def _call_report(

@@ -1,5 +1,6 @@
 """Facts about lists of operations: when two are equal, and what is alive between them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,4 +71,4 @@ def live_bytes(
 
 def nbytes(aval: Aval) -> int:
     """Bytes of a value."""
-    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -8,9 +8,8 @@ Writes into a cache happen in place. How long the bytes take is decided in `roof
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, cast
-
-import numpy as np
 
 from pbjax.chains import KERNELS
 from pbjax.dataflow import nbytes
@@ -241,11 +240,11 @@ class _Charges:
 
     def temporary_bytes(self) -> int:
         """The most that is alive at once of what operations have written."""
-        change = np.zeros(len(self._graph.operations) + 2, np.int64)
+        change = [0] * (len(self._graph.operations) + 2)
         for value, life in self._stored.items():
             change[life.birth] += self._values.sizes[value]
             change[max(life.death, life.birth) + 1] -= self._values.sizes[value]
-        return int(np.cumsum(change).max())
+        return max(accumulate(change))
 
     def _unit(self, position: int, operation: Operation, regions: Mapping[int, int]) -> object:
         """Operations of one unit hand values to each other without memory."""

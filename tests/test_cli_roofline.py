@@ -40,8 +40,10 @@ def test_peaks_of_the_datasheet_stay_available():
 
 def test_sizes_beyond_all_memory_are_an_error_with_the_sizes():
     result = run(DATA / "gpt2", "--device", "h200", "--batch", 10**18, "--seq", 12)
-    assert result.exit_code == 2
-    assert "batch 1000000000000000000 with seq 12" in result.stderr
+    assert result.exit_code == 1
+    # Of a row 2 layers x keys and values x 12 tokens x 32 of 2 bytes, and its length of 4.
+    assert "prefill at batch 1000000000000000000 needs" in result.stderr
+    assert "3,076,000,000,000.0 KV cache" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -129,3 +131,15 @@ def test_a_batch_that_does_not_fit_shows_its_figures():
     assert result.exit_code == 1
     assert "DOES NOT FIT" in result.stdout.replace("\n  ", " ")
     assert "16.1 weights, 68.7 KV cache" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["save-measured", "figures", "html"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_traced(
+    option, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("pbjax.cli_roofline.find_subject", lambda *_: pytest.fail("it began"))
+    result = run(DATA / "gpt2", "--seq", 12, "--measure", f"--{option}", tmp_path / "file" / "in")
+    assert result.exit_code == 2
+    assert f"--{option} {tmp_path}" in result.stderr
+    assert "can be written is allowed" in result.stderr
