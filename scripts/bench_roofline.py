@@ -16,6 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
+from places import new_folder
+
 COMMAND = "python scripts/bench_roofline.py --out profiles/nvidia_h200"
 # Model, layers (None: all), phase, rows, tokens.
 CASES = [
@@ -25,6 +27,9 @@ CASES = [
     *(("llama3-8b", 2, "decode", rows, 1024) for rows in (1, 8, 32, 128, 256, 512)),
     ("llama3-8b", 2, "decode", 32, 4096),
     ("vit-base", 4, "forward", 256, None),
+    ("conformer-l", 4, "forward", 32, 512),
+    ("gpt2-xl", 4, "prefill", 16, 512),
+    ("bloom-7b1", 2, "prefill", 8, 512),
 ]
 TINY = [
     ("minilm", 2, "forward", 4, 16),
@@ -160,8 +165,8 @@ def calibrate(turn: Turn, results) -> None:
 def main() -> None:
     """Measures, prints each stage beside its prediction, writes two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--workers", type=int, default=9, help="that compile side by side")
+    parser.add_argument("--out", type=new_folder, required=True, help="folder to write to")
+    parser.add_argument("--workers", type=int, default=12, help="that compile side by side")
     parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
     parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
     parser.add_argument("--only", nargs="*", help="models of these names")
