@@ -26,6 +26,7 @@ from pbjax.cli_roofline import roofline
 from pbjax.cli_search import profile as profile_command
 from pbjax.cli_search import search as search_command
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
+from pbjax.files import check_writable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -135,6 +136,9 @@ def optimize(
     with _exit_codes(interrupted), ProgressPrinter() as progress:
         sizes, rows = _sizes(split), read_batch(batch, latency_ms)
         check_outputs(plan, trace=trace, figures=figures, html=html)
+        check_writable("--save-plan", save_plan)
+        if profile is not None and not profile.exists():
+            check_writable("--profile", profile)
         say = (lambda text: None) if as_json else print
         models = import_module("models")
         from pbjax import texts as text

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.files import check_writable
+
 if TYPE_CHECKING:
     from pbjax.ceilings import Ceilings
     from pbjax.device import Device
@@ -28,9 +30,10 @@ def calibrate(
     from pbjax.progress import ProgressPrinter
 
     datasheet = this_device()
+    path = out or user_folder() / datasheet.slug / f"{NAME}.json"
+    check_writable("pbjax calibrate --out", path)
     with ProgressPrinter() as progress:
         found = calibration.calibrate(datasheet.kind, progress)
-    path = out or user_folder() / datasheet.slug / f"{NAME}.json"
     found.save(path)
     print(json.dumps(asdict(found)) if as_json else ceilings_text(found, datasheet))
     if not as_json:

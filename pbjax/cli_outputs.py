@@ -5,20 +5,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pbjax.errors import InputError
+from pbjax.files import check_writable
 
 if TYPE_CHECKING:
     from pbjax.device_trace import Kernel
     from pbjax.optimized import Optimized
 
 
-def check_outputs(plan: Path | None, **outputs: Path | None) -> None:
-    """Raises InputError where something is to be written that a loaded plan does not tell."""
-    for name, path in outputs.items():
+def check_drawable(figures: Path | None, html: Path | None) -> None:
+    """Refuses figures that cannot be drawn or written, before the work that they are of.
+
+    Raises:
+      FileError: The folder or the page cannot be written.
+      InputError: matplotlib is missing.
+    """
+    check_writable("--figures", figures, folder=True)
+    check_writable("--html", html)
+    if figures is not None or html is not None:
+        from pbjax.roofline_figures import empty_figure
+
+        empty_figure(1, 1)
+
+
+def check_outputs(
+    plan: Path | None, *, trace: Path | None, figures: Path | None, html: Path | None
+) -> None:
+    """Refuses what cannot be written, before the work that it is of.
+
+    Raises:
+      FileError: A place cannot be written.
+      InputError: A loaded plan does not tell what is to be written, or matplotlib is missing.
+    """
+    for name, path in {"trace": trace, "figures": figures, "html": html}.items():
         if plan is not None and path is not None:
             raise InputError(
                 f"--{name} {path} --plan {plan}: a loaded plan comes without the measured table "
                 "that its timetable is drawn from; a searched plan is allowed; leave out --plan"
             )
+    check_writable("--trace", trace)
+    check_drawable(figures, html)
 
 
 def write_outputs(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pbjax.cli_outputs import check_drawable
 from pbjax.cli_subject import (
     Peaks,
     Subject,
@@ -21,6 +22,7 @@ from pbjax.cli_subject import (
     require_room,
 )
 from pbjax.errors import InputError
+from pbjax.files import check_writable
 
 if TYPE_CHECKING:
     from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
@@ -109,6 +111,8 @@ def roofline(
     _require_owner("--draft", draft, "--what-if", what_if)
     _require_owner("--save-measured", save_measured, "--measure", measure)
     _require_owner("--measure-batch", measure_batch or None, "--measure", measure)
+    check_writable("--save-measured", save_measured)
+    check_drawable(figures, html)
     figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
     subject = find_subject(model, figures_of, dtype, attention, layers)
     subject = replace(subject, kernels=kernels or measure or measured is not None)

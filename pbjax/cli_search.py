@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pbjax.errors import DeviceError, InputError
+from pbjax.files import check_writable
 
 if TYPE_CHECKING:
     from pbjax.analysis import Analysis
@@ -60,6 +61,8 @@ def profile(
     here = _this_device(device)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
     path = out or Path(f"{asked.name}.json")
+    if not path.exists():
+        check_writable("pbjax profile --out", path)
     with ProgressPrinter() as progress:
         phases = Phases(progress)
         with phases.phase("analyse"):
@@ -103,6 +106,7 @@ def search(
     from pbjax.searched_plan import document_of, plan_of, plan_text
 
     target = find_device(device)  # before what takes longer
+    check_writable("--save-plan", save_plan)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
     path = table or _shipped(target, asked.name)
     measured = _table(path, target)

@@ -1,8 +1,9 @@
-"""JSON files that are written whole or not at all, and read strictly."""
+"""Files that are written whole or not at all, and read strictly; whether one can be written."""
 
 import json
 import os
 from contextlib import suppress
+from errno import EISDIR
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
       FileError: The file cannot be written; nothing is left behind.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch = _scratch(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(text, encoding="utf-8")
@@ -31,6 +32,45 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):  # not there, or its folder is none
             scratch.unlink()
+
+
+def check_writable(option: str, path: Path | None, *, folder: bool = False) -> None:
+    """Refuses a place that cannot be written, before the work whose result goes there.
+
+    Args:
+      option: That names the place, for the message.
+      path: The place; None for none.
+      folder: Whether it is a folder for several files.
+
+    Raises:
+      FileError: Nothing can be written there. What lies there is left as it is.
+    """
+    if path is None:
+        return
+    scratch = _scratch(path / "file" if folder else path)
+    made = [place for place in scratch.parents if not place.exists()]
+    try:
+        if path.is_dir() and not folder:
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        scratch.touch()
+    except OSError as error:
+        kind = "a folder that" if folder else "a file in a folder that"
+        raise FileError(
+            f"{option} {path}: {error.strerror or error}; {kind} can be written is allowed; choose "
+            "another path"
+        ) from error
+    finally:
+        with suppress(OSError):  # what was not made
+            scratch.unlink()
+            for place in made:
+                place.rmdir()
+
+
+def _scratch(path: Path) -> Path:
+    """A file beside a file, which a write goes through; of what has no name, in it."""
+    name = f".{path.name}.{os.getpid()}.tmp"
+    return path.with_name(name) if path.name else path / name
 
 
 def write_json(path: str | os.PathLike[str], document: object) -> None:

@@ -15,6 +15,7 @@ from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.classify import relabel
 from pbjax.device import Device
 from pbjax.errors import DeviceError
+from pbjax.files import check_writable
 from pbjax.outline import Outline
 from pbjax.phases import Phases
 from pbjax.profile_grid import paired_runs, single_runs
@@ -76,7 +77,7 @@ def measured_table(
       The table with all rows that the batch needs.
 
     Raises:
-      FileError: The file is corrupt.
+      FileError: The file is corrupt, or rows are missing and it cannot be written.
       DeviceError: The table is of another device kind; its seconds say nothing here, and writing
         to its file would lose them.
     """
@@ -103,6 +104,8 @@ def prepare_table(
     wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
     runs = missing_runs(start, single_runs(analysis.outline, *wanted))
     pairs = missing_pairs(start, paired_runs(analysis.outline, *wanted))
+    if runs or pairs:
+        check_writable("profile=", path)
     with phases.phase("compile stages") as report:
         timer.prepare([*((run,) for run in runs), *pairs], report)
     return PreparedTable(

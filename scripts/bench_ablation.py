@@ -21,6 +21,7 @@ from pathlib import Path
 from ablation_programs import Group, Variant, measure, prepare
 from ablation_search import search_ablation
 from kernel_cases import pool
+from places import new_file
 
 FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "ablation"
 BATCHES = {"bert": 96, "conformer": 32}
@@ -36,9 +37,9 @@ def main() -> None:
     parser.add_argument("--ready-within", type=float, default=90.0, help="seconds")
     parser.add_argument("--tiny", action="store_true", help="small models, without a GPU")
     parser.add_argument("--figure", type=Path, help="draw this file's figure; measure nothing")
-    parser.add_argument("--search", type=Path, help="add the search's ablation to this file")
+    parser.add_argument("--search", type=new_file, help="add the search's ablation to this file")
     parser.add_argument("--commit", default="", help="of the code that runs, for the record")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, help="JSON file to write")
     args = parser.parse_args()
     if args.figure:
         from ablation_figure import draw  # matplotlib, which a GPU machine may lack

@@ -19,7 +19,8 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
+
+from places import new_file
 
 READY_S, TURN_S = 240, 300
 NAMES = {"plain": "plain JAX", "unsplit": "fused", "kernels": "with_kernels"}
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--layers", type=int, default=8, help="of LLaMA3-8B, which has 32")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, help="JSON file to write")
     args = parser.parse_args()
     # Several processes share the device's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

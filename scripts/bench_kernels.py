@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from kernel_cases import MODULES, load_cases, pool
 from kernel_cases.energy import Meter
+from places import new_file
 
 ROUNDS, LAUNCHES = 5, 3
 WARM_S, SUSTAINED_S, WALL_CALLS = 0.4, 1.0, 24
@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=new_file)
     args = parser.parse_args()
     pool.require_gpu()
     kernels, start = tuple(args.kernels), time.time()

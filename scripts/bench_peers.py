@@ -26,6 +26,7 @@ from model_rows import PEAK_FLOPS_PER_S, ROWS, get_row
 from peer_processes import PROVIDERS, Absent, Meter, Worker, why_absent
 from peer_protocol import GROUPS, NUM_INPUTS, add_scenario, check_scenario
 from peer_results import describe, finish, kernel_table, table
+from places import new_file
 
 HERE = Path(__file__).parent
 TORCH = ("eager", "inductor", "max-autotune", "reduce-overhead")
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="that has the peers")
     parser.add_argument("--tiny", action="store_true", help="small models, to try without a GPU")
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=new_file)
     args = parser.parse_args()
     check_scenario(parser, args)
     if args.out:

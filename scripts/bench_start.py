@@ -19,6 +19,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from places import new_file
+
 PROMPT, NEW_TOKENS = 100, 17
 
 
@@ -31,7 +33,7 @@ def main() -> None:
     parser.add_argument("--split", type=int, nargs="*", default=[4, 4], help="of the plan")
     parser.add_argument("--generate", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tiny", action="store_true", help="small widths")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, help="JSON file to write")
     parser.add_argument("--start", choices=("cold", "second"), help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+
+from places import new_file
 
 # Batch x context, and sizes of the sub-batches where the search is not to choose them.
 CASES = ["1024x512", "768x512", "768x512:384+384", "512x1024:256+256", "256x2048:128+128"]
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help=f"small widths, and {' '.join(TINY_CASES)}: a try"
     )
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=new_file, help="JSON file to write")
     args = parser.parse_args()
     cases = args.cases or (TINY_CASES if args.tiny else CASES)
     command = " ".join(["python", *sys.argv])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 from kernel_cases.pool import run
+from places import new_folder
 
 from pbjax.device import find_device
 from pbjax.forward_pass import ForwardPass
@@ -34,7 +35,7 @@ def main() -> None:
     """Measures the tables and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
+    parser.add_argument("--out", type=new_folder, required=True, help="folder of the tables")
     args = parser.parse_args()
     start = time.time()
     items = [(name, BATCHES[name], str(args.out), start) for name in args.models]

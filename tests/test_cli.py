@@ -302,3 +302,14 @@ def test_equal_sentences_are_no_pair():
     embeddings = np.eye(3, dtype=np.float32)[[0, 0, 1]]
     pairs = texts.most_similar(["a", "a", "b"], embeddings, 5)
     assert [(pair.first, pair.second) for pair in pairs] == [("a", "b"), ("a", "b")]
+
+
+@pytest.mark.parametrize("option", ["save-plan", "trace", "figures", "html", "profile"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    folder, sentences, monkeypatch, option
+):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    place = sentences / "in a file"
+    line = check_error(embed(folder, sentences, f"--{option}", place), 2)
+    assert f"--{option} {place}: " in line
+    assert "can be written is allowed" in line

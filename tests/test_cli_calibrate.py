@@ -65,3 +65,13 @@ def test_a_corrupt_file_is_named(run, tmp_path):
     result = run("roofline", "gpt2", "--device", "cpu", "--seq", 8)
     assert result.exit_code == 2
     assert str(path) in result.stderr
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("pbjax.calibration.calibrate", lambda *_: pytest.fail("it measured"))
+    result = run("calibrate", "--out", tmp_path / "file" / "ceilings.json")
+    assert result.exit_code == 2
+    assert "can be written is allowed" in result.stderr

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from pbjax.cli import app
 from pbjax.device import find_device
+from pbjax.errors import FileError
 from pbjax.forward_pass import ForwardPass
 from pbjax.plan import Plan
 from pbjax.profiling import Profile, find_profile, find_profiles
@@ -232,3 +233,26 @@ def test_profile_on_another_device_than_was_meant_is_refused(folder, tmp_path):
 def test_benchmark_results_are_no_tables():
     assert find_profile(H200.slug, "bench_models") is not None
     assert "bench_models" not in SHIPPED
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(
+    folder, table, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "in.json"
+    work = "pbjax.forward_pass.ForwardPass"
+    for method in ("filled", "in_shapes"):
+        monkeypatch.setattr(f"{work}.{method}", lambda *_: pytest.fail("it began"))
+    assert str(place) in refused(2, *asked(folder, table), "--save-plan", place)
+    assert str(place) in refused(2, "profile", "--model", folder, "--batch", 2, "--out", place)
+
+
+def test_a_complete_table_is_used_where_it_cannot_be_written(folder, measured, monkeypatch):
+    def refuse(*_, **__):
+        raise FileError("read only")
+
+    FakeTimer().install(monkeypatch)
+    monkeypatch.setattr("pbjax.tables.check_writable", refuse)
+    sizes = ("--model", folder, "--seq", 12, "--dtype", "float32", "--out", measured)
+    assert "0 of them new" in printed("profile", *sizes, "--batch", 6)
+    assert "read only" in run("profile", *sizes, "--batch", 8).stderr

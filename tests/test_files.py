@@ -8,6 +8,7 @@ import pytest
 
 from pbjax.device import ResourceClass
 from pbjax.errors import FileError
+from pbjax.files import check_writable
 from pbjax.plan import Plan
 from pbjax.profile_rows import CorunRow, Row
 from pbjax.profiling import Profile
@@ -94,3 +95,41 @@ def test_a_number_too_large_for_a_float_is_refused(tmp_path):
     path.write_text(path.read_text().replace("0.0011", "1e999"))
     with pytest.raises(FileError, match=r"measured\.split: Input should be a finite number"):
         Plan.load(path)
+
+
+# Where something is to be written
+
+
+def left(folder):
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path, folder):
+    check_writable("--out", tmp_path / "new" / "deep" / "place", folder=folder)
+    assert left(tmp_path) == []
+    check_writable("--out", None, folder=folder)
+    check_writable("--out", tmp_path, folder=True)
+    (tmp_path / "file").write_text("kept")
+    check_writable("--out", tmp_path / "file")
+    assert left(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("place", "folder", "found"),
+    [
+        ("file/in", False, "Not a directory|File exists"),
+        ("file/in", True, "Not a directory|File exists"),
+        ("file", True, "Not a directory|File exists"),
+        ("folder", False, "Is a directory"),
+        ("n" * 300, False, "File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_with_its_option(tmp_path, place, folder, found):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    message = rf"--out .*{place[:9]}.*: ({found}); a .* that can be written is allowed; choose"
+    with pytest.raises(FileError, match=message):
+        check_writable("--out", tmp_path / place, folder=folder)
+    assert left(tmp_path) == ["file", "folder"]
