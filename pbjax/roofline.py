@@ -302,7 +302,7 @@ class _Counter:
             contracts = tensor or operation.primitive in CONTRACTIONS
             kind = _kind(operation, moved, section.start + i, contracts)
             for place in places:
-                staged.stages[place] = namer.stages[i], kind
+                staged.stages[place] = namer.stages[i], namer.groups[i], kind
             if kind == "attention" and tensor and self._fuse:
                 compute_s *= attention_slowdown(operation, self._device)
             memory_s = traffic.total / bandwidth(self._device, kind)

@@ -23,15 +23,17 @@ MIN_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCheck:
-    """A stage as predicted and as measured.
+    """A stage, or a group of operations in one, as predicted and as measured.
 
     Attributes:
       stage: As predicted.
       measured_s: Device seconds of a call.
+      groups: Those of its groups that are long enough.
     """
 
     stage: Total
     measured_s: float
+    groups: "tuple[StageCheck, ...]" = ()
 
     @property
     def error(self) -> float:
@@ -58,15 +60,26 @@ class StageCheck:
             "achieved_flops_per_s": self.flops_per_s,
             "achieved_bytes_per_s": self.bytes_per_s,
             "share_of_attainable": 1 + self.error,
+            "groups": [group.row() for group in self.groups],
         }
 
 
 def stage_checks(report: Roofline) -> tuple[StageCheck, ...]:
     """Each stage of a report that was measured, beside its prediction; the longer ones alone."""
-    found = report.measured.stages if report.measured else {}
+    if report.measured is None:
+        return ()
+    found, groups = report.measured.stages, report.measured.groups
     least = MIN_SHARE * sum(found.values())
     return tuple(
-        StageCheck(stage=stage, measured_s=found[stage.name])
+        StageCheck(
+            stage=stage,
+            measured_s=found[stage.name],
+            groups=tuple(
+                StageCheck(stage=Total(name=point.name, points=(point,)), measured_s=seconds)
+                for point in stage.points
+                if (seconds := groups.get(f"{stage.name}/{point.name}", 0.0)) > least
+            ),
+        )
         for stage in report.stages
         if found.get(stage.name, 0.0) > least
     )
@@ -214,6 +227,18 @@ def checks_rows(reports: Iterable[Roofline]) -> list[dict[str, object]]:
     ]
 
 
+def _check_row(name: str, check: StageCheck) -> tuple[object, ...]:
+    return (
+        name,
+        check.stage.seconds * 1e3,
+        check.measured_s * 1e3,
+        f"{check.error:+.0%}",
+        check.flops_per_s / 1e12,
+        check.bytes_per_s / 1e12,
+        f"{1 + check.error:.0%}",
+    )
+
+
 def checks_text(report: Roofline) -> str:
     """Stages as predicted and as measured, as a table of at most 100 columns.
 
@@ -223,21 +248,20 @@ def checks_text(report: Roofline) -> str:
     measured = report.measured
     if measured is None:
         return ""
-    checks = stage_checks(report)
-    rows = [
-        (
-            check.stage.name,
-            check.stage.seconds * 1e3,
-            check.measured_s * 1e3,
-            f"{check.error:+.0%}",
-            check.flops_per_s / 1e12,
-            check.bytes_per_s / 1e12,
-            f"{1 + check.error:.0%}",
-        )
-        for check in checks
-    ]
+    rows = []
+    for check in stage_checks(report):
+        rows.append(_check_row(check.stage.name, check))
+        rows += [_check_row(f"  {group.stage.name}", group) for group in check.groups]
     kernels_s = measured.device_s
-    columns = ("stage", "predicted ms", "measured ms", "error", "TFLOP/s", "TB/s", "of attainable")
+    columns = (
+        "stage and group",
+        "predicted ms",
+        "measured ms",
+        "error",
+        "TFLOP/s",
+        "TB/s",
+        "of attainable",
+    )
     title = (
         f"{report.model}, {report.phase}: predicted and measured on {measured.device_kind}, device "
         f"time of {measured.calls} calls"
@@ -247,7 +271,8 @@ def checks_text(report: Roofline) -> str:
         f"a call: predicted {report.total.seconds * 1e3:,.4g} ms, measured "
         f"{measured.seconds * 1e3:,.4g} ms by the wall clock ({error:+.0%}); kernels "
         f"{kernels_s * 1e3:,.4g} ms, {measured.other_s / kernels_s:.0%} of it in no stage",
-        "rates are counted FLOPs and bytes over measured seconds",
+        "rates are counted FLOPs and bytes over measured seconds; a kernel of several groups is "
+        "counted as its product's, or else its result's",
     ]
     return "\n".join(
         [table_text(title, columns, rows), *(line for text in lines for line in wrapped(text))]

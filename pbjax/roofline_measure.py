@@ -46,7 +46,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{\s*$")
 _PRODUCTS = ("dot", "convolution", "custom-call")
 
 
-type Place = tuple[str, Kind]
+# Stage, group of operations in it, and what the group is.
+type Place = tuple[str, str, Kind]
 type _Arrays = Sequence[Array | np.ndarray]
 type _Call = Callable[[_Arrays], tuple[list[Array], list[Array]]]
 
@@ -57,7 +58,7 @@ class Staged:
 
     Attributes:
       graph: The graph.
-      stages: Stage and kind of each operation; None for a loop whose body is staged itself.
+      stages: Place of each operation; None for a loop whose body is staged itself.
       loops: Bodies of such loops, by the position of the loop.
     """
 
@@ -72,7 +73,7 @@ class Staged:
         return Staged(graph=graph, stages=self.stages, loops=loops)
 
     def places(self) -> list[Place]:
-        """Stages and kinds in program order, each once."""
+        """Places in program order, each once."""
         found: dict[Place, None] = {}
         for position, place in enumerate(self.stages):
             inner = self.loops[position].places() if place is None else [place]
@@ -86,7 +87,7 @@ def measure_stages(
     carried: Mapping[int, int],
     turn: AbstractContextManager[object],
 ) -> Measured:
-    """Runs a program and says what each of its stages took.
+    """Runs a program and says what each of its stages, and each group in them, took.
 
     Args:
       staged: The program.
@@ -130,14 +131,17 @@ def measure_stages(
     found = _seconds_by_place(events, owners, calls)
     stages: dict[str, float] = {}
     kinds: dict[str, float] = {}
-    for index, (stage, kind) in enumerate(places):
-        stages[stage] = stages.get(stage, 0.0) + found.get(index, 0.0)
-        kinds[kind] = kinds.get(kind, 0.0) + found.get(index, 0.0)
+    groups: dict[str, float] = {}
+    for index, (stage, group, kind) in enumerate(places):
+        names = (stages, stage), (kinds, kind), (groups, f"{stage}/{group}")
+        for table, name in names:
+            table[name] = table.get(name, 0.0) + found.get(index, 0.0)
     return Measured(
         device_kind=jax.devices()[0].device_kind,
         seconds=seconds,
         stages=stages,
         kinds=kinds,
+        groups=groups,
         other_s=found.get(None, 0.0),
         calls=calls,
     )

@@ -211,6 +211,8 @@ class Measured:
       kinds: Those of dense layers, attention and the rest.
       other_s: Those of kernels that belong to no stage, such as copies.
       calls: How many calls the stages are the mean of.
+      groups: Those of each group, by "stage/group". A kernel that a compiler made of several
+        belongs to one of them.
     """
 
     device_kind: str
@@ -219,10 +221,11 @@ class Measured:
     kinds: Mapping[str, float]
     other_s: float
     calls: int
+    groups: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         """Refuses seconds that no clock gives."""
-        tables = {"stages": self.stages, "kinds": self.kinds}
+        tables = {"stages": self.stages, "kinds": self.kinds, "groups": self.groups}
         each = {f"{name}[{key}]": s for name, table in tables.items() for key, s in table.items()}
         figures = {"seconds": self.seconds, "other_s": self.other_s, **each}
         check_figures("Measured", figures, "measure again")

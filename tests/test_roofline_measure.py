@@ -79,8 +79,28 @@ def test_stages_are_measured_and_the_large_one_takes_longer():
     assert set(measured.stages) == {"small", "large"}
     assert measured.stages["large"] > measured.stages["small"]
     assert measured.seconds > 0
-    assert sum(measured.kinds.values()) == pytest.approx(sum(measured.stages.values()))
+    whole = sum(measured.stages.values())
+    assert sum(measured.kinds.values()) == pytest.approx(whole)
+    assert sum(measured.groups.values()) == pytest.approx(whole)
+    assert set(measured.groups) == {f"{point.stage}/{point.name}" for point in report.points}
     assert "error" in checks_text(report)
+
+
+def test_each_group_of_a_stage_has_its_achieved_rate():
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.sort(x @ w, axis=1)
+
+    x, w = jnp.ones((256, 256)), jnp.ones((256, 256))
+    report = roofline_report(layer, x, w, device=CPU, weights=(1,), measure=True)
+    (check,) = stage_checks(report)
+    assert len(check.groups) == len(report.points) == 2
+    assert sum(group.measured_s for group in check.groups) == pytest.approx(check.measured_s)
+    product = max(check.groups, key=lambda group: group.stage.flops)
+    assert product.flops_per_s == product.stage.flops / product.measured_s
+    names = [line.split()[0] for line in checks_text(report).splitlines() if line[:2] == "  "]
+    assert product.stage.name in names
+    assert check.row()["groups"] == [group.row() for group in check.groups]
 
 
 def test_stages_inside_a_loop_are_measured_apart():
