@@ -30,11 +30,13 @@ class Kernel:
       name: As the profiler writes it.
       start_s: Seconds on the trace's clock.
       end_s: On the same.
+      program: The HLO module that launched it, as "jit_f"; empty where the trace does not say.
     """
 
     name: str
     start_s: float
     end_s: float
+    program: str = ""
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -102,6 +104,7 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
             name=str(event["name"]),
             start_s=event["ts"] * 1e-6,
             end_s=(event["ts"] + event.get("dur", 0.0)) * 1e-6,
+            program=str(event.get("args", {}).get("hlo_module", "")),
         )
         for event in events
         if event.get("ph") == "X"

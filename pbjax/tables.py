@@ -1,7 +1,7 @@
 """The measured table of a model on this device: found, checked, and completed by measuring."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -33,7 +33,7 @@ from pbjax.profiling import (
     usable_rows,
 )
 from pbjax.provenance import provenance_here
-from pbjax.timing import StageTimer
+from pbjax.stage_timing import StageTimer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,20 @@ def prepare_table(
     profile: Profile | str | os.PathLike[str] | None,
     phases: Phases,
     command: str = "",
+    *,
+    sizes: Collection[int] | None = None,
 ) -> "PreparedTable":
-    """Compiles what `measured_table` measures, with its arguments, and raises what it does."""
+    """Compiles what `measured_table` measures, with its arguments, and raises what it does.
+
+    Args:
+      analysis: As there, like all but the last.
+      leaves: See there.
+      profile: See there.
+      phases: See there.
+      command: See there.
+      sizes: Sub-batches to measure of those that the batch needs, the batch among them; None for
+        all. Tables of several processes, each with some of the sizes, are one when merged.
+    """
     path = None if profile is None or isinstance(profile, Profile) else Path(profile)
     known = profile if isinstance(profile, Profile) else _read(analysis, path)
     command = command or (
@@ -104,6 +116,9 @@ def prepare_table(
     wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
     runs = missing_runs(start, single_runs(analysis.outline, *wanted))
     pairs = missing_pairs(start, paired_runs(analysis.outline, *wanted))
+    if sizes is not None:
+        runs = tuple(run for run in runs if run.size in sizes)
+        pairs = tuple(pair for pair in pairs if all(run.size in sizes for run in pair))
     if runs or pairs:
         check_writable("profile=", path)
     with phases.phase("compile stages") as report:

@@ -1,25 +1,45 @@
 #!/usr/bin/env python3
 """Measures the tables of the six models, at the sizes of the README, in one run on one GPU.
 
-Every model has a process of its own. All compile at the same time; once all are ready they measure
-one after the other. A file that is there is completed: delete it to measure all of its rows again.
+Every model has a process of its own, or several that share its sub-batches where kernels are slow
+to lower. All compile at the same time; once all are ready they measure one after the other. A file
+that is there is completed: delete it to measure all of its rows again. With --programs the whole
+models are run as well, back to back: what they take stands beside what their tables predict.
 
-    PYTHONPATH=. python scripts/profile_models.py --out profiles/nvidia_h200
+    PYTHONPATH=. python scripts/profile_models.py --out profiles/nvidia_h200 \
+        --programs profiles/nvidia_h200/bench_predicted.json
 """
 
 import argparse
+import json
 import os
+import sys
 import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 from kernel_cases.pool import run
-from places import new_folder
+from peer_processes import Meter
+from places import new_file, new_folder
 
+from models.presets import find_shape
 from pbjax.device import find_device
-from pbjax.forward_pass import ForwardPass
+from pbjax.files import write_atomically
+from pbjax.forward_pass import MEASURED_LAYERS, ForwardPass
+from pbjax.functional import functional
+from pbjax.measured_programs import joined, milliseconds
+from pbjax.measured_programs import table as as_table
+from pbjax.outline import Outline
 from pbjax.phases import Phases
+from pbjax.profile_grid import grid
+from pbjax.profiling import Profile
+from pbjax.provenance import provenance_here
+from pbjax.search import search
+from pbjax.searched_plan import best_split
 from pbjax.tables import prepare_table
+from pbjax.timing import time_alternately
 
 BATCHES = {
     "vit-base": 256,
@@ -29,42 +49,173 @@ BATCHES = {
     "bloom-7b1": 8,
     "llama3-8b": 8,
 }
+# Lowering attention by relative positions takes 14 s on one core, at each size and budget.
+PROCESSES = {"conformer-l": 4}
+SETTLING_S = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process does.
+
+    Attributes:
+      model: Of BATCHES.
+      share: Which part of the table's sub-batches it measures; None to run the whole model.
+      table: File of the model's table.
+      start: time.time() when the script began.
+    """
+
+    model: str
+    share: int | None
+    table: Path
+    start: float
+
+    @property
+    def asked(self) -> ForwardPass:
+        """The forward pass."""
+        return ForwardPass(model=self.model, batch_size=BATCHES[self.model])
+
+    @property
+    def sizes(self) -> set[int]:
+        """The sub-batches of its share, and the whole batch."""
+        sizes = grid(BATCHES[self.model])
+        return {*sizes[self.share :: PROCESSES.get(self.model, 1)], sizes[-1]}
 
 
 def main() -> None:
-    """Measures the tables and prints a line for each."""
+    """Measures the tables, and prints a line for each and a table of predictions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--out", type=new_folder, required=True, help="folder of the tables")
+    parser.add_argument("--programs", type=new_file, help="JSON of predicted and measured seconds")
     args = parser.parse_args()
-    start = time.time()
-    items = [(name, BATCHES[name], str(args.out), start) for name in args.models]
-    for (name, *_), result in run(prepare, measure, items, len(items), quiet=True):
-        print(f"{name:12} {result}", flush=True)
-    print(f"{len(items)} tables, {time.time() - start:.0f} s")
+    start, meter = time.time(), Meter()
+    jobs = [
+        Job(model=name, share=share, table=args.out / f"{name}.json", start=start)
+        for name in args.models
+        for share in (*range(PROCESSES.get(name, 1)), *((None,) if args.programs else ()))
+    ]
+    outlines, programs = {}, {}
+    for job, result in run(prepare, measure, jobs, len(jobs), quiet=True):
+        if isinstance(result, str):
+            print(f"{job.model}, {'program' if job.share is None else 'table'}: {result}")
+        elif job.share is None:
+            programs[job.model] = result | meter.between(*result.pop("between"))
+        else:
+            outlines[job.model], text = result
+            print(f"{job.model:12} {text}", flush=True)
+    meter.stop()
+    print(f"{len(outlines)} tables, {time.time() - start:.0f} s")
+    lines = [
+        compare(job, outlines[job.model], programs[job.model])
+        for job in jobs
+        if job.share is None and job.model in outlines and job.model in programs
+    ]
+    if lines:
+        write(args.programs, lines)
+        print(text_of(lines))
 
 
-def prepare(item):
-    """Compiles the stages of a model."""
-    name, batch, folder, start = item
+def prepare(job: Job):
+    """Compiles the stages of a model, or the model."""
     device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
-    asked = ForwardPass(model=name, batch_size=batch)
-    phases = Phases()
-    with phases.phase("analyse"):
-        analysis, leaves = asked.filled(device)
-    path = Path(folder) / f"{name}.json"
-    ready = prepare_table(analysis, leaves, path, phases, asked.command(device))
-    print(f"{name}: compiled after {time.time() - start:.0f} s", flush=True)
-    return phases, ready
+    if job.share is None:
+        ready = compile_program(job)
+    else:
+        phases = Phases()
+        with phases.phase("analyse"):
+            analysis, leaves = job.asked.filled(device)
+        command = job.asked.command(device)
+        table = prepare_table(analysis, leaves, job.table, phases, command, sizes=job.sizes)
+        ready = phases, table
+    what = "the whole model" if job.share is None else f"share {job.share} of its table"
+    print(f"{job.model}: {what} compiled after {time.time() - job.start:.0f} s", flush=True)
+    return ready
 
 
-def measure(item, ready):
-    """Measures them, and says where the time went."""
+def measure(job: Job, ready):
+    """Measures a share of a table and says where the time went, or times the whole model."""
+    if job.share is None:
+        return time_program(ready)
     phases, table = ready
+    if job.table.exists():  # what other shares have measured meanwhile
+        table = replace(table, start=Profile.load(job.table).merge(table.start))
     found = table.measure(phases)
     seconds = ", ".join(f"{phase.name} {phase.seconds:.1f} s" for phase in phases.finished())
     rows, pairs = len(found.profile.rows), len(found.profile.corun)
-    return f"{rows} rows, {pairs} pairs, {found.rows_measured} new: {seconds}"
+    text = f"{rows} rows, {pairs} pairs, {found.rows_measured} new: {seconds}"
+    layers = find_shape(job.model).config.num_layers - MEASURED_LAYERS
+    return replace(found.outline, num_blocks=found.outline.num_blocks + layers), text
+
+
+def compile_program(job: Job):
+    """The whole model with random weights, as a call without arguments."""
+    asked = job.asked
+    shape = find_shape(asked.model, asked.dtype).without_head().filled()
+    call = shape.call("forward", asked.batch_size, asked.length)
+    model, inputs = functional(call.function), shape.values(call)
+    weights, tree = jax.tree.flatten(model.params)
+
+    def program(weights, *inputs):
+        return model.apply(jax.tree.unflatten(tree, weights), *inputs)
+
+    compiled = jax.jit(program).lower(weights, *inputs).compile()
+    jax.block_until_ready(compiled(weights, *inputs))
+    return partial(compiled, weights, *inputs)
+
+
+def time_program(call) -> dict:
+    """Seconds of a call in a long run, and when it was measured."""
+    settled = time.perf_counter() + SETTLING_S
+    while time.perf_counter() < settled:
+        jax.block_until_ready([call() for _ in range(2)])
+    began = time.time()
+    (timing,) = time_alternately([call], lambda *_: None)
+    return asdict(timing) | {"between": (began, time.time())}
+
+
+def compare(job: Job, outline: Outline, measured: dict) -> dict:
+    """What a table predicts of the whole batch and of its best split, and what was measured."""
+    asked = job.asked
+    found = search(outline, Profile.load(job.table), asked.batch_size)
+    predicted_s = found.by_count[1].prediction.makespan_s
+    split = best_split(found)
+    return {
+        "model": asked.model,
+        "batch_size": asked.batch_size,
+        "length": asked.length,
+        "predicted_s": predicted_s,
+        "measured_s": measured["median_s"],
+        "error": round(predicted_s / measured["median_s"] - 1, 4),
+        "split": split.split.sizes if split else (),
+        "split_predicted_s": split.prediction.makespan_s if split else None,
+        **{key: measured[key] for key in measured if key != "median_s"},
+    }
+
+
+def write(path: Path, lines: list[dict]) -> None:
+    """Writes the comparison with where it was measured."""
+    command = " ".join(["python", *sys.argv])
+    provenance = asdict(provenance_here(jax.devices()[0].device_kind, command))
+    document = {"schema_version": 1, "provenance": provenance, "rows": lines}
+    write_atomically(path, json.dumps(document, indent=1) + "\n")
+
+
+def text_of(lines: list[dict]) -> str:
+    """The comparison as a table."""
+    rows = [
+        (
+            line["model"],
+            milliseconds(line["predicted_s"]),
+            milliseconds(line["measured_s"]),
+            f"{line['error']:+.1%}",
+            line.get("clock_mhz", "-"),
+            f"{joined(line['split'])}: {line['predicted_s'] / line['split_predicted_s']:.3f}x",
+        )
+        for line in lines
+    ]
+    columns = ("model", "predicted", "measured", "error", "MHz", "best split, predicted")
+    return as_table("ms of a call, back to back", columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,11 @@
-"""Timing: unions of intervals, kernels of calls, samples, and what a stage is fed with."""
+"""Timing: unions of intervals, kernels of calls, samples, and kernels in company."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels.testing import assert_close
 from pbjax import timing
-from pbjax.analysis import analyse
-from pbjax.device import find_device
-from pbjax.device_trace import union_length
+from pbjax.device_trace import Kernel, union_length
 from pbjax.errors import DeviceError
-from pbjax.profile_grid import Run
-from pbjax.timing import StageTimer, busy_seconds, time_alternately, time_function
-
-from .networks import NETWORKS
+from pbjax.timing import busy_seconds, time_alternately, time_function, time_in_company
 
 
 @pytest.mark.parametrize(
@@ -112,109 +103,46 @@ def test_call_too_short_for_the_clock_is_timed(monkeypatch):
     assert time_function(clock.job("f", spans), samples=1).median_s >= 0.0
 
 
-def stage_timer(name, batch_size):
-    network = NETWORKS[name](2)
-    inputs = network.inputs(batch_size)
-    device = find_device("cpu", num_cores=2)
-    analysis = analyse(
-        network.model,
-        inputs,
-        device=device,
-        variables=network.variables,
-        batch_axes=network.batch_axes,
-    )
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
-    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
-    return network, inputs, analysis, timer
+def kernel(program, start_s, seconds):
+    return Kernel(name="k", start_s=start_s, end_s=start_s + seconds, program=program)
 
 
-@pytest.fixture
-def run_once(monkeypatch):
-    """Times nothing, but keeps what the last stage to be timed returned."""
-    kept = []
+def test_kernels_in_company_are_told_from_the_company(monkeypatch):
+    """Two jobs of 2 ms and of two kernels of 0.24 ms, between calls of 0.9 ms of something else."""
+    clock = Clock(monkeypatch)
+    trace, queued = [], []
 
-    def run(function, *args):
-        kept.append((args, function(*args)))
-        return timing.Timing(median_s=2.0, spread_s=0.0, samples=1)
+    def job(program, *spans):
+        def run():
+            queued.append(program)
+            for seconds in spans:
+                trace.append(kernel(program, clock.now, seconds))
+                clock.now += seconds
 
-    monkeypatch.setattr(timing, "_time_kernels", run)
-    return kept
+        return run
 
+    def traced(function, args, calls):
+        queued.append("trace")
+        trace.clear()
+        function(*args)
+        return tuple(trace)
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("two_axes", 1), ("two_axes", 3), ("function_scan", 2), ("function_loop", 1)]
-)
-def test_every_stage_runs_at_every_size(run_once, name, size):
-    _, _, analysis, timer = stage_timer(name, 4)
-    for stage in analysis.outline.stages:
-        assert timer(Run(stage=stage, batch_size=size)).median_s == 2.0
-    assert len(run_once) == len(analysis.outline.stages)
-
-
-def test_stages_are_fed_with_what_the_stages_before_them_computed(run_once):
-    network, inputs, analysis, timer = stage_timer("no_repetition", 4)
-    timer(Run(stage=analysis.outline.block[-1], batch_size=4))
-    ((_, (results,)),) = run_once
-    assert_close(results[-1], network.direct(*inputs), reduction=12, roundings=4)
-
-
-def test_smaller_sub_batch_gets_the_first_rows(run_once):
-    _, (x,), analysis, timer = stage_timer("no_repetition", 4)
-    timer(Run(stage=analysis.outline.block[0], batch_size=2))
-    (((args,), _),) = run_once
-    fed = [a for a in args if a.shape == x[:2].shape]
-    np.testing.assert_array_equal(fed[0], x[:2])
+    monkeypatch.setattr(timing, "traced_kernels", traced)
+    jobs = {"jit_a": job("jit_a", 2e-3), "jit_b": job("jit_b", 2.4e-4, 2.4e-4)}
+    a, b = time_in_company(job("jit_company", 9e-4), jobs)
+    assert (a.median_s, a.samples) == (pytest.approx(2e-3), timing.ROUNDS)
+    assert (b.median_s, b.samples) == (pytest.approx(4.8e-4), 2 * timing.ROUNDS)
+    start = queued.index("trace")
+    settled = queued[:start][::-1].index("jit_b") - 1
+    assert settled * 9e-4 == pytest.approx(timing.SETTLE_S, rel=0.02)
+    one_round = [*["jit_company"] * 4, "jit_a", *["jit_company"] * 4, "jit_b", "jit_b"]
+    assert queued[start + 1 :] == [*one_round * timing.ROUNDS, "jit_company"]
 
 
-def test_pair_runs_both_stages_in_one_program(run_once):
-    _, _, analysis, timer = stage_timer("no_repetition", 4)
-    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.outline.block]
-    assert timer.pair(first, second).median_s == 2.0
-    ((_, both),) = run_once
-    for run, together in zip((first, second), both, strict=True):
-        timer(run)
-        _, (alone,) = run_once[-1]
-        for a, b in zip(together, alone, strict=True):
-            assert_close(a, b, reduction=12, roundings=4)
-
-
-def test_what_is_prepared_is_not_compiled_again(run_once, monkeypatch):
-    _, _, analysis, timer = stage_timer("no_repetition", 4)
-    runs = [Run(stage=stage, batch_size=2) for stage in analysis.outline.stages]
-    seen = []
-    timer.prepare([(run,) for run in runs], lambda *state: seen.append(state))
-    assert seen[-1][:2] == (len(runs), len(runs))
-    monkeypatch.setattr(timing, "_compile", lambda lowered: pytest.fail("compiled again"))
-    for run in runs:
-        timer(run)
-
-
-def test_stage_that_cannot_be_compiled_is_not_swallowed(monkeypatch):
-    _, _, analysis, timer = stage_timer("no_repetition", 4)
-
-    def refuse(lowered):
-        raise DeviceError("no such kernel; none; none")
-
-    monkeypatch.setattr(timing, "_compile", refuse)
-    with pytest.raises(DeviceError, match="no such kernel"):
-        timer(Run(stage=analysis.outline.block[0], batch_size=2))
-
-
-def test_real_clock_gives_positive_seconds():
-    _, _, analysis, timer = stage_timer("no_repetition", 4)
-    found = timer(Run(stage=analysis.outline.block[0], batch_size=4))
-    assert 0 < found.median_s < 1
-    assert found.spread_s >= 0
-    assert found.samples == timing.SAMPLES
-
-
-def test_no_weight_is_copied_for_a_size(run_once):
-    *_, analysis, timer = stage_timer("function_loop", 6)
-    shapes = {weight.shape for weight in analysis.weights}
-    own = {id(weight) for weight in analysis.weights}
-    for size in (2, 3, 4, 6):
-        for stage in analysis.outline.block:
-            timer(Run(stage=stage, batch_size=size))
-    read = [arg for (args,), _ in run_once for arg in args if arg.shape in shapes]
-    assert read
-    assert all(id(arg) in own for arg in read)
+def test_job_without_kernels_in_the_trace_is_refused(monkeypatch):
+    Clock(monkeypatch)
+    monkeypatch.setattr(timing, "traced_kernels", lambda *_: (kernel("jit_company", 0.0, 1.0),))
+    monkeypatch.setattr(timing, "SETTLE_S", 1e-5)
+    monkeypatch.setattr(timing, "COMPANY_S", 1e-5)
+    with pytest.raises(DeviceError, match="0 kernels"):
+        time_in_company(lambda: None, {"jit_a": lambda: None})
