@@ -1,4 +1,4 @@
-"""Numbers that callers pass: of any library as Python's own, and what is none refused by name."""
+"""What callers pass: numbers of any library as Python's own; another type is refused by name."""
 
 import math
 import reprlib
@@ -56,6 +56,22 @@ def number(asked: str, value: Any) -> float:
     except (TypeError, ValueError):
         pass
     raise InputTypeError(f"{asked}: {_shown(value)}; a number is allowed; pass a float")
+
+
+def check_type(asked: str, value: object, kinds: tuple[type, ...], allowed: str) -> None:
+    """Refuses a value of another type.
+
+    Args:
+      asked: The call and the argument, such as "optimize(device)".
+      value: What was passed.
+      kinds: Types that it may have.
+      allowed: What these are, in words.
+
+    Raises:
+      InputTypeError: It has another one.
+    """
+    if not isinstance(value, kinds):
+        raise InputTypeError(f"{asked}: {_shown(value)}; {allowed} is allowed; pass such")
 
 
 def check_figures(

@@ -3,7 +3,6 @@
 import json
 import os
 from contextlib import suppress
-from errno import EISDIR
 from pathlib import Path
 from typing import Final
 
@@ -47,24 +46,28 @@ def check_writable(option: str, path: Path | None, *, folder: bool = False) -> N
     """
     if path is None:
         return
-    scratch = _scratch(path / "file" if folder else path)
-    made = [place for place in scratch.parents if not place.exists()]
+    is_folder = os.path.isdir(path) and not folder  # Path's own raises where a name is too long
+    found = "Is a directory" if is_folder else _tried(_scratch(path / "file" if folder else path))
+    if found:
+        kind = "a folder that" if folder else "a file in a folder that"
+        raise FileError(
+            f"{option} {path}: {found}; {kind} can be written is allowed; choose another path"
+        )
+
+
+def _tried(scratch: Path) -> str:
+    """Why a file cannot be written; empty if it can. Nothing is left behind."""
+    made = [place for place in scratch.parents if not os.path.exists(place)]
     try:
-        if path.is_dir() and not folder:
-            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         scratch.parent.mkdir(parents=True, exist_ok=True)
         scratch.touch()
     except OSError as error:
-        kind = "a folder that" if folder else "a file in a folder that"
-        raise FileError(
-            f"{option} {path}: {error.strerror or error}; {kind} can be written is allowed; choose "
-            "another path"
-        ) from error
+        return error.strerror or str(error)
     finally:
-        with suppress(OSError):  # what was not made
-            scratch.unlink()
-            for place in made:
-                place.rmdir()
+        for remove in (scratch.unlink, *(place.rmdir for place in made)):
+            with suppress(OSError):  # it was not made
+                remove()
+    return ""
 
 
 def _scratch(path: Path) -> Path:

@@ -13,20 +13,28 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis, analyse
-from pbjax.choices import Choice, forced, given_split, planned, searched, whole_numbers
+from pbjax.arguments import whole
+from pbjax.choices import Choice, forced, given_split, planned, searched
 from pbjax.classify import class_shares
 from pbjax.compilation import PackedWeights
 from pbjax.contest import Contest, run_contest, verify_fusion
-from pbjax.device import Device, find_device
+from pbjax.device import Device
 from pbjax.errors import (
-    DeviceError,
     FusionError,
-    InputError,
     InputTypeError,
     PbjaxWarning,
 )
 from pbjax.functional import Model
 from pbjax.fusion import Patterns, Selection, selection_of
+from pbjax.optimize_arguments import (
+    bucket_sizes,
+    check_split_or_plan,
+    check_step_options,
+    check_types,
+    checked_unroll,
+    loaded,
+    this_device,
+)
 from pbjax.optimized import Bucket, Optimized
 from pbjax.phases import Phases, Progress
 from pbjax.plan import Plan
@@ -135,7 +143,7 @@ def optimize(
       FileError: A plan or profile file is corrupt.
       DeviceError: The device, or a profile, is not of the kind that JAX runs on.
     """
-    _check_unroll(unroll)
+    check_types(plan=plan, profile=profile, device=device, progress=progress)
     keep_programs()
     run = partial(
         _optimize,
@@ -144,12 +152,12 @@ def optimize(
         variables=variables,
         batch_axes=batch_axes,
         split=split,
-        plan=plan,
+        plan=loaded(plan),
         profile=profile,
-        device=_this_device(device),
+        device=this_device(device),
         buckets=buckets,
-        unroll=unroll,
-        state=state,
+        unroll=checked_unroll(unroll),
+        state=None if state is None else whole("optimize(state)", state),
         progress=progress,
     )
     selection = selection_of(fuse)
@@ -170,7 +178,7 @@ def _optimize(
     variables: Mapping[str, object] | None,
     batch_axes: object,
     split: Sequence[SupportsIndex] | None,
-    plan: Plan | str | os.PathLike[str] | None,
+    plan: Plan | None,
     profile: Profile | str | os.PathLike[str] | None,
     device: Device,
     buckets: Sequence[SupportsIndex] | None,
@@ -180,11 +188,10 @@ def _optimize(
     progress: Progress | None,
 ) -> Optimized | OptimizedStep:
     """What `optimize` does, with the matches that are asked for."""
-    phases, saved = Phases(progress), None
+    phases = Phases(progress)
+    check_split_or_plan(split, plan)
     if state is not None:
-        _check_step_options(profile=profile, buckets=buckets, unroll=unroll)
-        _check_split_or_plan(split, plan)
-        saved = None if plan is None else _loaded(plan)
+        check_step_options(profile=profile, buckets=buckets, unroll=unroll)
     with phases.phase("analyse"):
         analysis = analyse(
             model,
@@ -195,11 +202,11 @@ def _optimize(
             fuse=fuse,
         )
     if state is not None:
-        return optimize_step(analysis, inputs, state, phases=phases, split=split, plan=saved)
+        return optimize_step(analysis, inputs, state, phases=phases, split=split, plan=plan)
     if plan is None:
         verify_fusion(analysis, phases)
     leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
-    sizes = _bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
+    sizes = bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)
     weights, built = PackedWeights(analysis), {}
     for size, choice in choices.items():
@@ -223,70 +230,6 @@ def _array(leaf: object) -> Array:
     return jnp.asarray(leaf)
 
 
-def _this_device(given: Device | None) -> Device:
-    kind = jax.devices()[0].device_kind
-    if given is None:
-        return find_device(kind, num_cores=os.cpu_count() or 1)
-    if given.kind != kind:
-        raise DeviceError(
-            f"optimize(device=...): it is {given.kind!r}; programs are measured on the first "
-            f"device of JAX, which is {kind!r}; give other figures for that kind, or leave out "
-            "device="
-        )
-    return given
-
-
-def _check_step_options(**options: object) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise InputError(
-            f"optimize(state=...): {given[0]}= is given too, which is for functions without state; "
-            f"a step is predicted by what its kernels take; leave out {given[0]}="
-        )
-
-
-def _check_split_or_plan(split: object, plan: object) -> None:
-    if split is not None and plan is not None:
-        raise InputError(
-            f"optimize(split={split}, plan=...): both say what to run; one of them is allowed; "
-            "leave out the other"
-        )
-
-
-def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.load(plan)
-
-
-def _check_unroll(unroll: int | None) -> None:
-    if unroll is not None and unroll < 1:
-        raise InputError(
-            f"optimize(unroll={unroll}): not a number of blocks; 1 or more is allowed; leave out "
-            "unroll= to have several compete"
-        )
-
-
-def _bucket_sizes(
-    batch_size: int,
-    buckets: Sequence[SupportsIndex] | None,
-    split: Sequence[SupportsIndex] | None,
-    plan: object,
-) -> tuple[int, ...]:
-    declared = whole_numbers("buckets", () if buckets is None else buckets)
-    sizes = tuple(sorted({*declared, batch_size}))
-    if sizes[0] < 1 or sizes[-1] > batch_size:
-        raise InputError(
-            f"optimize(buckets={declared}): the example has {batch_size} rows; buckets "
-            f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
-        )
-    _check_split_or_plan(split, plan)
-    if len(sizes) > 1 and (split is not None or plan is not None):
-        raise InputError(
-            f"optimize(buckets={sizes}): split= or plan= is given too, which is for one batch "
-            "size; give either; leave out buckets= or the other"
-        )
-    return sizes
-
-
 def _choices(
     analysis: Analysis,
     leaves: Sequence[Array],
@@ -294,12 +237,12 @@ def _choices(
     phases: Phases,
     *,
     split: Sequence[SupportsIndex] | None,
-    plan: Plan | str | os.PathLike[str] | None,
+    plan: Plan | None,
     profile: Profile | str | os.PathLike[str] | None,
 ) -> dict[int, Choice]:
     """Which programs to build for each batch size."""
     if plan is not None:
-        return {sizes[-1]: planned(analysis, _loaded(plan))}
+        return {sizes[-1]: planned(analysis, plan)}
     wanted = None if split is None else given_split(split, sizes[-1])
     if sizes[-1] == 1:
         return {1: Choice(batch_size=1, reason="a batch of one row cannot be split")}

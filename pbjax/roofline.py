@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pbjax.arguments import check_type, whole, whole_numbers
 from pbjax.ceilings import calibrated
 from pbjax.classify import Label, classify
 from pbjax.cost import equation_cost
@@ -81,12 +82,21 @@ def roofline_report(
       DeviceError: Nothing is known about the device.
       InputError: `weights` or `cache` name an input that is not there or the same one, or
         `attention` is none of the two.
+      InputTypeError: An argument has a wrong type.
       ModelError: The model cannot be traced on such inputs.
 
     Source: Williams, Waterman and Patterson 2009, Roofline.
     """
+    check_type("roofline_report(device)", device, (Device, str), "a pbjax.Device, or its kind,")
+    check_type("roofline_report(measure)", measure, (bool,), "True or False")
+    for option, value in {"items": items, "tokens": tokens}.items():
+        _check_count(option, whole(f"roofline_report({option})", value))
+    if turn is not None:
+        check_type("roofline_report(turn)", turn, (AbstractContextManager,), "a context manager")
     figures = calibrated(find_device(device)) if isinstance(device, str) else device
     fused = _is_fused(attention)
+    weights = whole_numbers("roofline_report(weights)", weights)
+    cache = whole_numbers("roofline_report(cache)", cache)
     _check_places(weights, cache, len(inputs))
     seam = functional(model, variables)
     try:
@@ -166,6 +176,14 @@ def _is_fused(attention: str) -> bool:
             "allowed; choose one"
         )
     return attention == "fused"
+
+
+def _check_count(option: str, count: int) -> None:
+    if count < 0:
+        raise InputError(
+            f"roofline_report({option}={count}): not a number of {option}; 0 or more is allowed; "
+            "correct it, or leave it out"
+        )
 
 
 def _check_places(weights: Sequence[int], cache: Sequence[int], num_inputs: int) -> None:

@@ -12,8 +12,8 @@ from pallas_kernels import norm
 from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
-from pbjax import arguments
-from pbjax.errors import InputTypeError
+from pbjax import arguments, pipeline, roofline
+from pbjax.errors import FileError, InputError, InputTypeError
 from pbjax.generation import prompts, sampling
 from pbjax.generation.text import check_stop_strings
 
@@ -140,3 +140,53 @@ def test_a_kernel_that_is_named_is_refused_by_name_where_it_cannot_run():
     with pytest.raises(NotImplementedError, match="rms_norm"):
         norm.rms_norm(x, x[0], eps=1e-5, implementation="mosaic_gpu")
     jax.eval_shape(lambda x: gemm(x, x, implementation="mosaic_gpu"), x)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "cpu"}, r"optimize\(device\): 'cpu' of type str; a pbjax.Device"),
+        ({"plan": 5}, r"optimize\(plan\): 5 of type int; a pbjax.Plan, or its file"),
+        ({"profile": b"x"}, r"optimize\(profile\): b'x' of type bytes; a pbjax.Profile"),
+        ({"progress": 5}, r"optimize\(progress\): a int; a function of \(phase"),
+        ({"unroll": "a"}, r"optimize\(unroll\): 'a' of type str; a whole number"),
+        ({"unroll": True}, r"optimize\(unroll\): True of type bool; a whole number"),
+        ({"unroll": 1.5}, r"optimize\(unroll\): 1.5 of type float; a whole number"),
+        ({"state": "0"}, r"optimize\(state\): '0' of type str; a whole number"),
+    ],
+    ids=str,
+)
+def test_arguments_of_optimize_of_another_type_are_refused_by_name(given, message):
+    with pytest.raises(InputTypeError, match=message):
+        plain(pipeline.optimize)(jnp.tanh, jnp.ones((4, 3)), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": 5}, r"roofline_report\(device\): 5 of type int; a pbjax.Device, or its kind"),
+        ({"weights": 5}, r"roofline_report\(weights\): 5 of type int; several whole numbers"),
+        ({"cache": ("a",)}, r"roofline_report\(cache\): 'a' of type str; a whole number"),
+        ({"items": "a"}, r"roofline_report\(items\): 'a' of type str; a whole number"),
+        ({"tokens": 1.5}, r"roofline_report\(tokens\): 1.5 of type float; a whole number"),
+        ({"measure": "yes"}, r"roofline_report\(measure\): 'yes' of type str; True or False"),
+        ({"turn": 5}, r"roofline_report\(turn\): 5 of type int; a context manager"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_roofline_of_another_type_are_refused_by_name(given, message):
+    with pytest.raises(InputTypeError, match=message):
+        plain(roofline.roofline_report)(jnp.tanh, jnp.ones((4, 3)), **{"device": "cpu"} | given)
+
+
+def test_a_roofline_of_less_than_no_rows_is_refused():
+    with pytest.raises(InputError, match=r"roofline_report\(items=-1\): .* 0 or more"):
+        roofline.roofline_report(jnp.tanh, jnp.ones((4, 3)), device="cpu", items=-1)
+
+
+def test_a_plan_that_is_corrupt_is_refused_before_the_model_is_traced(tmp_path):
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(FileError, match=r"plan\.json"):
+        pipeline.optimize(
+            lambda x: pytest.fail("traced"), jnp.ones((4, 3)), plan=tmp_path / "plan.json"
+        )
