@@ -56,13 +56,19 @@ def attention_call(case):
         operands["alibi_slopes"] = ((n,), jnp.float32)
     if case.bias_batch:
         operands["bias"] = ((case.bias_batch, n, t, s), half)
+    if case.key_bias:
+        operands["key_bias"] = ((b, s), jnp.float32)
     if case.relative:
         operands["relative_rows"] = ((t + s, n, h), half)
         operands["relative_shift"] = ((n, h), half)
 
     def run(operands):
         return attention(
-            **operands, causal=case.causal, window=case.window, implementation="mosaic_gpu"
+            **operands,
+            causal=case.causal,
+            window=case.window,
+            softcap=case.softcap,
+            implementation="mosaic_gpu",
         )
 
     return run, operands
@@ -97,7 +103,11 @@ def decode_call(case):
     operands |= {"k": (cache, jnp.bfloat16), "v": (cache, jnp.bfloat16)}
     if case.alibi:
         operands["alibi_slopes"] = ((n,), jnp.float32)
-    return lambda operands: decode_attention(**operands, implementation="mosaic_gpu"), operands
+
+    def run(operands):
+        return decode_attention(**operands, softcap=case.softcap, implementation="mosaic_gpu")
+
+    return run, operands
 
 
 def depthwise_call(case):

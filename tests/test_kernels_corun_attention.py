@@ -211,7 +211,7 @@ def test_a_woven_pair_is_one_launch():
     def run(x, w, q, k, v, lengths):
         host = {"x": x, "w": w, "bias": None, "residual": None, "activation": None, "scale": 1.0}
         guest = {"q": q, "k": k, "v": v, "lengths": lengths, "scale": 0.125, "first_sequence": 1}
-        guest |= {"page_table": None, "alibi_slopes": None}
+        guest |= {"page_table": None, "alibi_slopes": None, "softcap": None}
         return pairs.beside(
             pairs.Call(name="gemm", arguments=host),
             pairs.Call(name="decode_attention", arguments=guest),

@@ -92,6 +92,11 @@ INTERPRETED = {
         {"splits": 1},
         [70, 2, 0],
     ),
+    "softcap, two tokens, alibi, split": (
+        shape(136, num_tokens=2, n=2, k=1, alibi=True, softcap=0.5),
+        {"splits": 2},
+        [130, 66],
+    ),
     "small pages": (shape(128, page_size=16), {"splits": 1}, [128, 17]),
     "large pages, split": (shape(256, page_size=128, n=2, k=1), {"splits": 2}, [256, 65]),
 }
@@ -101,6 +106,7 @@ INTERPRETED = {
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     case, options, lengths = INTERPRETED[name]
     args, terms = operands(case, lengths=lengths)
+    terms["softcap"] = case.softcap
     assert_right(interpreted(args, terms, **options), args, terms)
 
 
@@ -128,10 +134,12 @@ def test_pages_beyond_a_length_may_be_anything():
     [
         shape(72, num_tokens=3, alibi=True, full=False),
         shape(64, num_tokens=2, page_size=16, full=False),
+        shape(64, num_tokens=2, full=False, softcap=0.5, alibi=True),
     ],
 )
 def test_xla_agrees_with_the_reference(case):
     args, terms = operands(case, dtype=jnp.float32)
+    terms["softcap"] = case.softcap
     actual = decode_attention(*args, **terms, scale=0.125, implementation="xla")
     expected = decode_attention_reference(*args, **terms, scale=0.125)
     assert_close(actual, expected, reduction=case.num_keys * case.head_dim)
@@ -156,7 +164,8 @@ def lowered(case, **options):
     args, terms = jax.eval_shape(lambda: operands(case))
 
     def run(args, terms):
-        return decode_attention(*args, **terms, implementation="mosaic_gpu", **options)
+        fixed = {"softcap": case.softcap, "implementation": "mosaic_gpu", **options}
+        return decode_attention(*args, **terms, **fixed)
 
     with use_abstract_mesh(H200):
         return jax.jit(run).trace(args, terms).lower(lowering_platforms=("cuda",)).as_text()
@@ -246,6 +255,13 @@ def test_operands_that_do_not_fit_are_refused(changes, message):
 def test_mixed_dtypes_are_refused():
     with pytest.raises(TypeError, match="share one floating dtype"):
         check(q=zeros(2, 1, 4, 64, dtype=jnp.float16))
+
+
+@pytest.mark.parametrize("softcap", [0.0, -3.0, float("nan"), float("inf")])
+def test_softcap_that_is_not_positive_and_finite_is_refused(softcap):
+    args, terms = operands(shape(16))
+    with pytest.raises(ValueError, match=r"softcap=.*a positive finite number"):
+        decode_attention(*args, **terms, softcap=softcap)
 
 
 def test_budget_above_the_device_is_refused():

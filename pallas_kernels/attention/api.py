@@ -25,13 +25,17 @@ def attention(
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
+    key_bias: Float[Array, "B S"] | None = None,
     relative_rows: Float[Array, "R N H"] | None = None,
     relative_shift: Float[Array, "N H"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale (q k^T + (q + shift) row^T) - slope |i - j| + bias) v over keys that count.
+    """softmax(cap(scale (q k^T + (q + shift) row^T)) - slope |i - j| + bias) v of keys that count.
+
+    cap(x) is softcap tanh(x / softcap), or x where there is no softcap.
 
     The row of query t and key s is relative_rows[T - 1 - t + s], one for each difference of
     positions, as in Transformer-XL and Conformers; nothing without such rows. A query that no key
@@ -52,6 +56,9 @@ def attention(
       alibi_slopes: Slope of each query head, computed inside from positions.
       bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of
         q by the kernel.
+      key_bias: Added to the scaled scores of each key, whatever the query, in f32; a key with -1e30
+        or less does not count, and where all at the end of a sequence do not, they cost nothing. So
+        padding that stands anywhere needs no bias of whole size.
       relative_rows: What queries meet besides the keys, for each difference of positions from that
         of last query and first key to that of first query and last key: T + S - 1 rows. More are
         not read; an even number costs no copy. The kernel, for H up to 128, computes these scores
@@ -59,6 +66,8 @@ def attention(
       relative_shift: Added to queries where they meet such rows, not where they meet keys; 0 if
         None.
       scale: Factor of the scores; 1 / sqrt(H) if None.
+      softcap: Bound of the scaled scores, before biases and masks. By the kernel with the GPU's
+        approximate tanh: a relative error of 2^-11, a quarter of bfloat16's rounding.
       sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
 
@@ -71,14 +80,17 @@ def attention(
       NotImplementedError: The named implementation cannot do this.
 
     Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm
-    2; Press et al. 2022 for ALiBi; Dai et al. 2019, section 3.3, for differences of positions.
+    2; Press et al. 2022 for ALiBi; Dai et al. 2019, section 3.3, for differences of positions;
+    Gemma Team 2024 (Gemma 2), section 2, for the cap.
     """
     window = None if window is None else whole("attention", "window", window)
     check_attention(
         q, k, v, window, causal, (lengths, query_lengths, query_starts), alibi_slopes, bias
     )
     check_relative(q, k, query_starts, relative_rows, relative_shift)
+    check_key_bias(q, k, key_bias)
     scale = _check_scale(q, scale)
+    softcap = check_softcap("attention", softcap)
     sms = check_sm_budget("attention", sm_budget)
     terms = {
         "scale": scale,
@@ -89,8 +101,10 @@ def attention(
         "query_starts": query_starts,
         "alibi_slopes": alibi_slopes,
         "bias": bias,
+        "key_bias": key_bias,
         "relative_rows": relative_rows,
         "relative_shift": relative_shift,
+        "softcap": softcap,
     }
 
     def by_kernel():
@@ -172,7 +186,7 @@ def attention_packed(
 
 # One launch is traced, lowered and compiled once for all its uses in a program.
 _STATIC = ("scale", "causal", "window", "sms")
-_attention = jax.jit(mosaic_gpu.attention, static_argnames=_STATIC)
+_attention = jax.jit(mosaic_gpu.attention, static_argnames=(*_STATIC, "softcap"))
 _attention_packed = jax.jit(mosaic_gpu.attention_packed, static_argnames=_STATIC)
 
 
@@ -279,6 +293,19 @@ def check_relative(q, k, query_starts, rows, shift) -> None:
         )
 
 
+def check_key_bias(q, k, key_bias) -> None:
+    """Raises unless a bias by key fits the keys of `attention`."""
+    if key_bias is None:
+        return
+    check_arrays("attention", {"key_bias": key_bias})
+    of_keys = (q.shape[0], k.shape[1])
+    if key_bias.shape != of_keys or not jnp.issubdtype(key_bias.dtype, jnp.floating):
+        raise ValueError(
+            f"attention(key_bias={key_bias.dtype}{key_bias.shape}): floats of shape {of_keys}, one "
+            "a key of each sequence, are allowed; what depends on queries or heads is a bias"
+        )
+
+
 def _check_scale(q: jax.Array, scale: float | None) -> float:
     if scale is None:
         return 1 / math.sqrt(q.shape[-1])
@@ -288,6 +315,19 @@ def _check_scale(q: jax.Array, scale: float | None) -> float:
             f"attention(scale={scale}): a positive number; the kernel takes maxima before it scales"
         )
     return scale
+
+
+def check_softcap(kernel: str, softcap: float | None) -> float | None:
+    """Returns the bound of the scores; raises ValueError unless it is positive and finite."""
+    if softcap is None:
+        return None
+    softcap = number(kernel, "softcap", softcap)
+    if not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(
+            f"{kernel}(softcap={softcap}): a positive finite number is allowed; pass None for "
+            "scores without a bound"
+        )
+    return softcap
 
 
 def _require_kernel(name: str, q: jax.Array, implementation: Implementation | None) -> None:

@@ -10,15 +10,12 @@ load while an item runs; its output leaves from where its queries were. The grid
 Rows of differences of positions run along with the keys in a ring of their own. Their product runs
 beside that of the last weights; brought to its keys (relative.py), the scores start from it.
 
-Not here: how a call becomes operands (mosaic_gpu.py), the tile (tile.py), and which CTA does what
-(items.py).
+Not here: how a call becomes operands (mosaic_gpu.py), the tile (tile.py), which CTA does what
+(items.py, places.py), and what becomes of scores in registers (scores.py).
 """
 
 import functools
-import math
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import NamedTuple
 
 import jax
@@ -30,6 +27,19 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.attention import items, relative
+from pallas_kernels.attention.places import Given, divide, for_each_item, modulo, place_of
+from pallas_kernels.attention.scores import (
+    COLUMN,
+    LOG2_E,
+    LOWEST,
+    MATRIX,
+    ROW,
+    alibi,
+    allowed,
+    capped,
+    over_rows,
+    softmax_step,
+)
 from pallas_kernels.attention.tile import (
     ALIGNMENT,
     BARRIER_BYTES,
@@ -39,49 +49,6 @@ from pallas_kernels.attention.tile import (
     Problem,
     Tile,
 )
-
-LOG2_E = math.log2(math.e)
-# Start of the running maximum; finite, since exp2(-inf - LOWEST) is 0 and exp2(-inf + inf) is NaN.
-LOWEST = -1e30
-
-MATRIX = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Given[Operand]:
-    """The operands, arrays outside and references inside the kernel; None where there is none."""
-
-    q: Operand
-    k: Operand
-    v: Operand
-    lengths: Operand | None
-    query_lengths: Operand | None
-    starts: Operand | None
-    slopes: Operand | None
-    bias: Operand | None
-    rows: Operand | None  # of differences; query 0 and key 0 meet the last row of query tiles
-    shift: Operand | None  # what queries that meet rows have besides
-    packed: Operand | None  # as items.pack gives them
-    dealt: Operand | None  # as items.deal gives them
-
-
-class Place(NamedTuple):
-    """One work item: a query tile of one head, and its key tiles first .. last - 1."""
-
-    batch: Array
-    head: Array
-    origin: Array  # where rows and keys count from, in units of what TMA aligns
-    row: Array  # first query row
-    start: Array  # position of query row 0 among the keys
-    low: Array  # first valid row, and key
-    keys: Array  # end of the valid keys
-    queries: Array  # end of the valid rows
-    first: Array
-    last: Array
-    clear_first: Array  # tiles clear_first .. clear_last - 1 need no mask
-    clear_last: Array
 
 
 class Rows(NamedTuple):
@@ -94,150 +61,6 @@ class Rows(NamedTuple):
     empty: jax.Ref
 
 
-def _ceil_div(a: Array, b: int) -> Array:
-    return lax.div(a + (b - 1), jnp.int32(b))
-
-
-def _mod(a: Array, b: int) -> Array:
-    return lax.rem(a, jnp.int32(b))
-
-
-def _divmod(a: Array, b: int) -> tuple[Array, Array]:
-    return lax.div(a, jnp.int32(b)), _mod(a, b)
-
-
-def _place(problem: Problem, tile: Tile, given: Given[jax.Ref], item: Array) -> Place:
-    """Where work item `item` lies; a section of heads starts with its last query tiles."""
-    zero = jnp.int32(0)
-    batch, origin, start, low = zero, zero, zero, zero
-    keys, queries = jnp.int32(problem.num_keys), jnp.int32(problem.num_queries)
-    if given.packed is not None:
-        index, head = _divmod(item, problem.num_heads)
-        row, begin, queries, keys = (given.packed[1 + 4 * index + i] for i in range(4))
-        origin, low = _divmod(begin, ALIGNMENT)
-        queries, keys = queries - (begin - low), keys - (begin - low)
-    else:
-        tiles, section_heads = items.num_tiles(problem, tile), problem.heads_per_section()
-        section, within = _divmod(item, section_heads * tiles)
-        behind, index = _divmod(within, section_heads)
-        row = (tiles - 1 - behind) * tile.block_q
-        batch, head = _divmod(section * section_heads + index, problem.num_heads)
-    if given.lengths is not None:
-        keys = jnp.clip(given.lengths[batch], 0, problem.num_keys)
-    if given.starts is not None:
-        start = jnp.clip(given.starts[batch], 0, problem.num_keys)
-    if given.query_lengths is not None:
-        queries = given.query_lengths[batch]
-        keys = jnp.where(row < queries, keys, 0)
-    seen_by_all, seen_by_any = keys, keys
-    if problem.causal:
-        seen_by_all = jnp.minimum(keys, row + start + 1)
-        seen_by_any = jnp.minimum(keys, row + start + tile.block_q)
-    # Where there is no key, one tile is taken and masked.
-    last = jnp.maximum(_ceil_div(seen_by_any, tile.block_kv), 1)
-    first, masked = zero, low
-    if problem.window is not None:
-        oldest = jnp.maximum(row + start + 1 - problem.window, 0)
-        first = jnp.minimum(lax.div(oldest, jnp.int32(tile.block_kv)), last - 1)
-        masked = jnp.maximum(oldest + tile.block_q - 1, low)
-    clear_first = _ceil_div(masked, tile.block_kv)
-    clear_last = lax.div(seen_by_all, jnp.int32(tile.block_kv))
-    return Place(
-        batch, head, origin, row, start, low, keys, queries, first, last, clear_first, clear_last
-    )
-
-
-def _for_each_item(
-    problem: Problem, tile: Tile, sms: int, given: Given[jax.Ref], run: Callable[..., Array]
-) -> Array:
-    """Calls run(item, number, step) for the items of this CTA; returns how many there were.
-
-    number counts the items of this CTA, step their steps; run returns the step after its own.
-    """
-    sm = lax.axis_index("sm")
-    if given.dealt is not None:
-        dealt, count = given.dealt, given.dealt[sm, 0]
-
-        def item_of(i):
-            return dealt[sm, i + 1]
-
-    elif given.packed is not None:  # longest first, dealt forwards and backwards in turn
-        total = given.packed[0] * problem.num_heads
-        rounds, left = _divmod(total, sms)
-
-        def item_of(i):
-            return i * sms + lax.select(_mod(i, 2) == 0, sm, sms - 1 - sm)
-
-        count = rounds + (item_of(rounds) - rounds * sms < left).astype(jnp.int32)
-    else:
-        count = lax.div(items.num_items(problem, tile) - 1 - sm + sms, jnp.int32(sms))
-
-        def item_of(i):
-            return sm + i * sms
-
-    lax.fori_loop(0, count, lambda i, step: run(item_of(i), i, step), jnp.int32(0))
-    return count
-
-
-def _allowed(
-    problem: Problem, tile: Tile, place: Place, row: Array, key: Array, *, last: bool
-) -> Array:
-    """Which of the scores of rows row .. and keys key .. count.
-
-    last says whether the tile may reach beyond what a row sees, not only before it.
-    """
-    shape = (ROWS, tile.block_kv)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-    position = None
-    window = problem.window
-    if problem.causal and (last or window is not None):
-        position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
-        position += row + place.start - key
-    conditions = []
-    if last:
-        end = place.keys - key
-        conditions.append(column < (end if position is None else jnp.minimum(position + 1, end)))
-    if window is not None and position is not None:
-        conditions.append(column > position - window)
-    if problem.packed:
-        conditions.append(column >= place.low - key)
-    return functools.reduce(operator.and_, conditions)
-
-
-def _alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array):
-    """ALiBi in units of log2 for rows row .. and keys key .., as a matrix and a scalar to add.
-
-    A causal row may shift by a constant: then only the scalar depends on where the tile lies.
-    """
-    shape = (ROWS, tile.block_kv)
-    column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN)
-    column = column.astype(jnp.float32)
-    if problem.causal:
-        offset = (key - row - place.start - (ROWS - 1)).astype(jnp.float32)
-        return lax.broadcast_in_dim(column * slope, shape, [1]), offset * slope
-    position = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW).astype(jnp.float32)
-    position += (row + place.start - key).astype(jnp.float32)
-    distance = lax.broadcast_in_dim(column, shape, [1]) - lax.broadcast_in_dim(position, shape, [0])
-    return jnp.abs(distance) * -slope, jnp.float32(0)
-
-
-def _over_rows(v: Array, shape: tuple[int, ...]) -> Array:
-    return lax.broadcast_in_dim(v, shape, [0])
-
-
-def _softmax_step(scores, terms, shift, m, total, factor: float):
-    """Online softmax by log2: weights, new maximum and sum, and the factor for what came before."""
-    if terms is None:
-        m_new = jnp.maximum(m, scores.max(axis=1) * factor)
-        p = jnp.exp2(scores * factor - _over_rows(m_new, scores.shape))
-    else:
-        scores = scores * factor + terms
-        m_new = jnp.maximum(m, scores.max(axis=1) + shift)
-        p = jnp.exp2(scores - _over_rows(m_new - shift, scores.shape))
-    shrink = jnp.exp2(m - m_new)
-    return p, m_new, total * shrink + p.sum(axis=1), shrink
-
-
 def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs) -> None:
     refs = list(refs)
     q_g, k_g, v_g = refs[:3]
@@ -248,6 +71,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         problem.has_starts,
         problem.has_alibi,
         bool(problem.bias_batch),
+        problem.has_key_bias,
+        problem.has_key_bias,
         problem.has_relative,
         problem.has_relative,
         problem.packed,
@@ -265,14 +90,14 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     first_rows = range(tile.relative_window - 1) if ring is not None else ()
     wg = lax.axis_index("wg")
     dtype, depth, consumers = given.q.dtype, tile.depth, tile.consumers
-    factor = problem.scale * LOG2_E
+    factor = problem.unit * LOG2_E
     registers = REGISTERS[consumers]
 
     def rows_from(place, row, size=ROWS):
         return pl.ds((place.origin + lax.div(row, jnp.int32(ALIGNMENT))) * ALIGNMENT, size)
 
     def query_slot(number):
-        return _mod(number, tile.query_slots)
+        return modulo(number, tile.query_slots)
 
     def query_barrier(number, w):
         return query_slot(number) * consumers + w
@@ -293,7 +118,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         for size in (2**i for i in reversed(range(ROWS.bit_length() - 1))):
             done = lax.div(count, jnp.int32(2 * size)) * (2 * size)
 
-            @pl.when(_mod(count, 2 * size) >= size)
+            @pl.when(modulo(count, 2 * size) >= size)
             def _(size=size, done=done):
                 plgpu.copy_smem_to_gmem(
                     staged.at[pl.ds(begin + done, size)],
@@ -302,7 +127,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
     def relative_slot(number, step, index):
         """Where the item's tile of rows of differences is that has this index."""
-        return _mod(step + number * (tile.relative_window - 1) + index, tile.relative_depth)
+        return modulo(step + number * (tile.relative_window - 1) + index, tile.relative_depth)
 
     def attend_rows(place, row, number, step):
         steps = place.last - place.first
@@ -313,13 +138,25 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             return (place.last - 1 - j) * tile.block_kv
 
         def masked(scores, j, *, last):
-            allowed = _allowed(problem, tile, place, row, key_of(j), last=last)
-            return jnp.where(allowed, scores, -jnp.inf)
+            seen = allowed(problem, tile, place, row, key_of(j), last=last)
+            return jnp.where(seen, scores, -jnp.inf)
+
+        def with_key_bias(scores, j):
+            """Adds what each key has of its own; most tiles of padded sequences have nothing."""
+            bias, biased, t = given.key_bias, given.key_biased, place.last - 1 - j
+            if bias is None or biased is None:
+                return scores
+
+            def add(scores):
+                of_keys = plgpu.load(bias.at[place.batch, t], layout=COLUMN, optimized=False)
+                return scores + lax.broadcast_in_dim(of_keys, scores.shape, [1])
+
+            return lax.cond(biased[place.batch, t] == 0, lambda scores: scores, add, scores)
 
         def terms_of(j):
             terms, shift = None, jnp.float32(0)
             if slope is not None:
-                terms, shift = _alibi(problem, tile, place, row, key_of(j), slope)
+                terms, shift = alibi(problem, tile, place, row, key_of(j), slope)
             if b_s is not None and b_full is not None and b_empty is not None:
                 plgpu.barrier_wait(b_full.at[wg])
                 bias = plgpu.layout_cast(b_s[wg], MATRIX).astype(jnp.float32) * LOG2_E
@@ -355,7 +192,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 parts = []
                 for i, accumulator in enumerate(accumulators):
                     # Tiles come the last rows first; a consumer's first row is 64 after the next's.
-                    tiles, piece = _divmod(consumers - 1 - wg + i, tile.block_kv // ROWS)
+                    tiles, piece = divide(consumers - 1 - wg + i, tile.block_kv // ROWS)
                     slot = relative_slot(number, step, j + tile.relative_window - 1 - tiles)
                     rows = ring.tiles.at[slot, pl.ds(piece * ROWS, ROWS)]
                     if interpret:
@@ -366,7 +203,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                         plgpu.wgmma(accumulator, shifted, rows.transpose((1, 0)))
                 if meanwhile is not None:
                     meanwhile()
-                    plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+                    plgpu.barrier_arrive(turn.at[modulo(wg + 1, consumers)])
                 if interpret:
                     return parts
                 others = 0 if meanwhile is None else 1
@@ -379,7 +216,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def attend(o_ref):
             def scores_of(j, meanwhile=None, wait_n=1):
-                slot = _mod(step + j, depth)
+                slot = modulo(step + j, depth)
                 start = None
                 if ring is not None:
                     start, meanwhile = relative_scores(ring, shifted, j, meanwhile), None
@@ -394,15 +231,17 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     if meanwhile is None:
                         return s_ref[...]
                     meanwhile()
-                    plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+                    plgpu.barrier_arrive(turn.at[modulo(wg + 1, consumers)])
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
 
                 scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, tile.block_kv)))
                 plgpu.barrier_arrive(k_empty.at[slot])
-                return scores + start if start is not None and interpret else scores
+                if start is not None and interpret:
+                    scores += start
+                return with_key_bias(capped(problem, scores), j)
 
             def add_values(p, j):
-                slot = _mod(step + j, depth)
+                slot = modulo(step + j, depth)
                 plgpu.barrier_wait(v_full.at[slot])
                 if interpret:  # no WGMMA with its left operand in registers there
                     o_ref[...] += jnp.dot(p, v_s[slot], preferred_element_type=jnp.float32)
@@ -413,7 +252,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             def values_added(j):
                 if not interpret:
                     plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_empty.at[_mod(step + j, depth)])
+                plgpu.barrier_arrive(v_empty.at[modulo(step + j, depth)])
 
             def advance(j, carry, *, mask=None, overlap=True):
                 m, total, p = carry
@@ -422,14 +261,14 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 scores = scores_of(j, lambda: add_values(p, j - 1), wait_n=1 if overlap else 0)
                 if mask is not None:
                     scores = mask(scores, j)
-                p, m, total, shrink = _softmax_step(scores, *terms_of(j), m, total, factor)
+                p, m, total, shrink = softmax_step(scores, *terms_of(j), m, total, factor)
                 p = p.astype(dtype)
                 if held is not None:  # ptxas moves nothing over a wait for a barrier
                     plgpu.barrier_arrive(held.at[wg])
                     plgpu.barrier_wait(held.at[wg])
                 values_added(j - 1)
                 o = load(o_ref)
-                o_ref[...] = o * _over_rows(shrink, o.shape)
+                o_ref[...] = o * over_rows(shrink, o.shape)
                 return m, total, p
 
             if interpret:
@@ -446,7 +285,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 free_last_queries(number)
             if problem.masks_last(tile):
                 scores = masked(scores, jnp.int32(0), last=True)
-            p, m, total, _ = _softmax_step(scores, *terms_of(jnp.int32(0)), m, total, factor)
+            p, m, total, _ = softmax_step(scores, *terms_of(jnp.int32(0)), m, total, factor)
             carry, start = (m, total, p.astype(dtype)), jnp.int32(1)
             edge, stop = None, steps
             if problem.masks_two(tile):
@@ -475,7 +314,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 inverse = jnp.where(index < place.queries - row, inverse, 0.0)
             values_added(steps - 1)
             o = load(o_ref)
-            return o * _over_rows(inverse, o.shape)
+            return o * over_rows(inverse, o.shape)
 
         if interpret:
             o = attend(refs[-1].at[wg])
@@ -506,7 +345,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         """What a consumer does whose rows all lie beyond the queries: keep the barriers going."""
 
         def see_key_tile(j):
-            slot = _mod(step + j, depth)
+            slot = modulo(step + j, depth)
             plgpu.barrier_wait(k_full.at[slot])
             plgpu.barrier_arrive(k_empty.at[slot])
             if b_full is not None and b_empty is not None:
@@ -521,13 +360,13 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             plgpu.barrier_arrive(ring.empty.at[slot])
 
         def see_value_tile(j):
-            slot = _mod(step + j, depth)
+            slot = modulo(step + j, depth)
             plgpu.barrier_wait(v_full.at[slot])
             plgpu.barrier_arrive(v_empty.at[slot])
 
         def advance(j, _):
             plgpu.barrier_wait(turn.at[wg])
-            plgpu.barrier_arrive(turn.at[_mod(wg + 1, consumers)])
+            plgpu.barrier_arrive(turn.at[modulo(wg + 1, consumers)])
             see_key_tile(j)
             see_value_tile(j - 1)
 
@@ -541,7 +380,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         see_value_tile(steps - 1)
 
     def consume(item, number, step):
-        place = _place(problem, tile, given, item)
+        place = place_of(problem, tile, given, item)
         row = place.row + wg * ROWS
         if problem.num_queries % tile.block_q == 0 and not problem.packed:
             attend_rows(place, row, number, step)
@@ -554,7 +393,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         return step + place.last - place.first
 
     def produce(item, number, step):
-        place = _place(problem, tile, given, item)
+        place = place_of(problem, tile, given, item)
         kv_head = lax.div(place.head, jnp.int32(problem.group))
         for w in range(consumers):
             rows = rows_from(place, place.row + w * ROWS)
@@ -567,7 +406,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             )
 
         def fetch(j, source, ring, full, empty):
-            slot, t = _mod(step + j, depth), place.last - 1 - j
+            slot, t = modulo(step + j, depth), place.last - 1 - j
             keys = rows_from(place, t * tile.block_kv, tile.block_kv)
             plgpu.barrier_wait(empty.at[slot])
             plgpu.copy_gmem_to_smem(
@@ -628,7 +467,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             for slot in range(tile.relative_depth):
                 plgpu.barrier_arrive(ring.empty.at[slot])
         pl.when(wg == consumers - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-        _for_each_item(problem, tile, sms, given, consume)
+        for_each_item(problem, tile, sms, given, consume)
         plgpu.wait_smem_to_gmem(0)
         if interpret:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
@@ -636,7 +475,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     @pl.when(wg == consumers)
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-        count = _for_each_item(problem, tile, sms, given, produce)
+        count = for_each_item(problem, tile, sms, given, produce)
         if interpret:  # where no arrival may be left unobserved
             for w in range(consumers):
                 plgpu.barrier_wait(q_empty.at[query_barrier(count, w)])

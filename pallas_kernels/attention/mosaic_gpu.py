@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import items
-from pallas_kernels.attention.kernel import Given, launch
-from pallas_kernels.attention.tile import ALIGNMENT, Problem, Tile, choose_tile
+from pallas_kernels.attention.kernel import launch
+from pallas_kernels.attention.places import Given
+from pallas_kernels.attention.tile import ALIGNMENT, NEVER, Problem, Tile, choose_tile
 
 
 def _pad(x: Array, axis: int, multiple: int) -> Array:
@@ -30,8 +31,10 @@ def attention(
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
+    key_bias: Float[Array, "B S"] | None,
     relative_rows: Float[Array, "R N H"] | None,
     relative_shift: Float[Array, "N H"] | None,
+    softcap: float | None,
     sms: int,
     tile: Tile | None = None,
     interpret: bool = False,
@@ -53,8 +56,10 @@ def attention(
       query_starts: Position of the first query among the keys.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
+      key_bias: Added to the scaled scores of each key.
       relative_rows: For each difference of positions, what queries meet besides the keys.
       relative_shift: Added to queries for that.
+      softcap: Bound of the scaled scores before biases are added.
       sms: Size of the grid.
       tile: The tile; chosen by shape if None.
       interpret: Replaces what jax's interpreter lacks; for tests on a CPU.
@@ -73,7 +78,7 @@ def attention(
             "columns in multiples of 8; pad them or use implementation='xla'"
         )
     alone = query_lengths is None and query_starts is None and bias is None
-    alone &= relative_rows is None
+    alone &= relative_rows is None and key_bias is None
     if alone and t == s and t % ALIGNMENT and b * t % ALIGNMENT == 0 and h % 64 == 0:
         whole = np.full(b, t, np.int32)
         out = _attend_packed(
@@ -85,6 +90,7 @@ def attention(
             causal=causal,
             window=window,
             alibi_slopes=alibi_slopes,
+            softcap=softcap,
             sms=sms,
             tile=tile,
             interpret=interpret,
@@ -105,12 +111,14 @@ def attention(
         scale=scale,
         causal=causal,
         window=window,
-        has_lengths=valid_keys is not None,
+        has_lengths=valid_keys is not None or key_bias is not None,
         has_query_lengths=query_lengths is not None,
         has_starts=query_starts is not None,
         has_alibi=alibi_slopes is not None,
         bias_batch=0 if bias is None else bias.shape[0],
+        has_key_bias=key_bias is not None,
         has_relative=relative_rows is not None,
+        softcap=softcap,
     )
     tile = choose_tile(problem) if tile is None else tile
     sms = min(sms, items.num_items(problem, tile))
@@ -124,6 +132,9 @@ def attention(
         rows = _pad(_pad(rows, 0, ALIGNMENT), 2, 16)
         relative_shift = jnp.zeros((n, h)) if relative_shift is None else relative_shift
         relative_shift = _pad(relative_shift, 1, 16)
+    biased = None
+    if key_bias is not None:
+        valid_keys, key_bias, biased = _by_tiles(key_bias, valid_keys, problem.unit, tile)
     given = Given(
         q=q,
         k=k,
@@ -133,12 +144,33 @@ def attention(
         starts=_cast(query_starts, jnp.int32),
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=_cast(bias, q.dtype),
+        key_bias=key_bias,
+        key_biased=biased,
         rows=rows,
         shift=relative_shift,
         packed=None,
         dealt=items.deal(problem, tile, sms) if causal else None,
     )
     return launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
+
+
+def _by_tiles(
+    key_bias: Float[Array, "B S"], lengths: Array | np.ndarray | None, unit: float, tile: Tile
+) -> tuple[Int[Array, " B"], Float[Array, "B _ _"], Int[Array, "B _"]]:
+    """What the kernel takes of a bias by key, most of which says that there is none.
+
+    Returns:
+      The number of keys of each sequence up to the last that counts; the bias by key tiles, in
+      units of what the softmax takes; which tiles have any.
+    """
+    key = jnp.arange(key_bias.shape[1], dtype=jnp.int32)[None]
+    counts = key_bias > NEVER
+    if lengths is not None:
+        counts &= key < lengths[:, None]
+    ends = jnp.max(jnp.where(counts, key + 1, 0), axis=1)
+    bias = jnp.where(key < ends[:, None], key_bias.astype(jnp.float32) / unit, 0.0)
+    bias = _pad(bias, 1, tile.block_kv).reshape(len(bias), -1, tile.block_kv)
+    return ends, bias, jnp.any(bias != 0, axis=2).astype(jnp.int32)
 
 
 def _cast(x: Array | np.ndarray | None, dtype) -> Array | np.ndarray | None:
@@ -198,6 +230,7 @@ def attention_packed(
         causal=causal,
         window=window,
         alibi_slopes=alibi_slopes,
+        softcap=None,
         sms=sms,
         tile=tile,
         interpret=interpret,
@@ -205,7 +238,21 @@ def attention_packed(
 
 
 def _attend_packed(
-    q, k, v, *, starts, lengths, keys, scale, causal, window, alibi_slopes, sms, tile, interpret
+    q,
+    k,
+    v,
+    *,
+    starts,
+    lengths,
+    keys,
+    scale,
+    causal,
+    window,
+    alibi_slopes,
+    softcap,
+    sms,
+    tile,
+    interpret,
 ):
     """Sequences of any starts and lengths that together are all tokens, once each.
 
@@ -225,6 +272,7 @@ def _attend_packed(
         window=window,
         has_alibi=alibi_slopes is not None,
         packed=True,
+        softcap=softcap,
     )
     tile = choose_tile(problem) if tile is None else tile
     most = n * items.most_packed_tiles(tile, total, len(starts))
@@ -237,6 +285,8 @@ def _attend_packed(
         starts=None,
         slopes=_cast(alibi_slopes, jnp.float32),
         bias=None,
+        key_bias=None,
+        key_biased=None,
         rows=None,
         shift=None,
         packed=items.pack(problem, tile, starts, lengths, keys),

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.tile import NEVER
+
 
 def attention_reference(
     q: Float[Array, "B T N H"],
@@ -18,12 +20,15 @@ def attention_reference(
     query_starts: Int[Array, " B"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     bias: Float[Array, "_ N T S"] | None = None,
+    key_bias: Float[Array, "B S"] | None = None,
     relative_rows: Float[Array, "R N H"] | None = None,
     relative_shift: Float[Array, "N H"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale (q k^T + (q + shift) row^T) - slope |i - j| + bias) v over keys that count.
+    """softmax(cap(scale (q k^T + (q + shift) row^T)) - slope |i - j| + bias) v of keys that count.
 
-    Zero where none does. The row of query t and key s is rows[T - 1 - t + s].
+    Zero where none does. The row of query t and key s is rows[T - 1 - t + s]; cap(x) is softcap
+    tanh(x / softcap), or x.
 
     Args:
       q: Queries; query t stands at position query_starts + t.
@@ -37,8 +42,10 @@ def attention_reference(
       query_starts: Position of query 0 of each sequence; 0 if None.
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
+      key_bias: Added to the scaled scores of each key; one with NEVER or less does not count.
       relative_rows: What queries meet besides the keys, by difference of positions.
       relative_shift: Added to queries for that.
+      softcap: Bound of the scaled scores.
 
     Returns:
       The weighted values in float32.
@@ -54,6 +61,8 @@ def attention_reference(
         of_pair = num_queries - 1 - jnp.arange(num_queries)[:, None] + jnp.arange(num_keys)[None]
         rows = relative_rows.astype(jnp.float32)[of_pair]
         scores += scale * jnp.einsum("btnh,tsnh->bnts", q, rows, precision=lax.Precision.HIGHEST)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
 
     starts = jnp.zeros(batch_size, jnp.int32) if query_starts is None else query_starts
     lengths = jnp.full(batch_size, num_keys) if lengths is None else lengths
@@ -73,6 +82,9 @@ def attention_reference(
         scores -= alibi_slopes.astype(jnp.float32)[None, :, None, None] * jnp.abs(i - j)
     if bias is not None:
         scores += bias.astype(jnp.float32)
+    if key_bias is not None:
+        scores += key_bias.astype(jnp.float32)[:, None, None]
+        counts &= (key_bias > NEVER)[:, None, None]
 
     scores = jnp.where(counts, scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)

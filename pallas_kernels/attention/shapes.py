@@ -1,4 +1,4 @@
-"""The attention of the six models at their benchmarks' sizes, for tests and benchmarks alike."""
+"""The attention of models at their benchmarks' sizes, for tests and benchmarks alike."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,9 @@ class AttentionShape:
     query_starts: bool = False
     alibi: bool = False
     bias_batch: int = 0
+    key_bias: bool = False
     relative: bool = False
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +92,18 @@ MODELS = [
     _square("vit-base 256x197", 256, 197, 12, 64),
     _square("vit-base 256x200, 197 valid", 256, 200, 12, 64, lengths=True, num_valid_keys=197),
     _square("bert-base 96x384", 96, 384, 12, 64, lengths=True),
+    _square("bert-base 96x384, any keys", 96, 384, 12, 64, key_bias=True),
     _square("conformer-l 32x512", 32, 512, 8, 64, lengths=True, bias_batch=32),
     _square("conformer-l 32x512, relative", 32, 512, 8, 64, lengths=True, relative=True),
     _square("gpt2-xl 16x512", 16, 512, 25, 64, causal=True),
     _square("bloom-7b1 8x512", 8, 512, 32, 128, causal=True, alibi=True),
     _square("llama3-8b 8x512", 8, 512, 32, 128, kv_heads=8, causal=True),
+]
+
+# Of another family, whose scores are capped: Gemma 2, section 2.
+CAPPED = [
+    _square("gemma2-9b 4x2048", 4, 2048, 16, 256, kv_heads=8, causal=True, softcap=50.0),
+    _square("gemma2-27b 4x2048", 4, 2048, 32, 128, kv_heads=16, causal=True, softcap=50.0),
 ]
 
 # 16,384 tokens of 2,048 features, as the length grows.
@@ -138,6 +147,15 @@ RAGGED = [
     _square("alibi, lengths", 2, 640, 4, 128, causal=True, alibi=True, lengths=True),
     _square("bias each", 2, 640, 4, 64, bias_batch=2),
     _square("bias for all", 2, 640, 4, 128, causal=True, bias_batch=1, lengths=True),
+    _square("keys that count", 2, 640, 4, 64, key_bias=True),
+    _square("keys that count, odd", 3, 333, 4, 64, key_bias=True, lengths=True),
+    _square("keys that count, causal", 2, 640, 4, 128, kv_heads=2, causal=True, key_bias=True),
+    _square("keys that count, bias", 2, 640, 4, 128, key_bias=True, bias_batch=1),
+    _square("softcap", 2, 640, 4, 64, softcap=2.0),
+    _square("softcap, odd length, taken as packed", 8, 197, 4, 64, softcap=2.0),
+    _square("softcap, causal", 2, 640, 4, 128, kv_heads=2, causal=True, softcap=1.0, lengths=True),
+    _square("softcap, bias, keys", 2, 512, 4, 64, softcap=2.0, bias_batch=2, key_bias=True),
+    _square("softcap, relative", 2, 333, 4, 64, softcap=2.0, relative=True),
     _square("relative", 2, 640, 4, 64, relative=True),
     _square("relative, 500", 2, 500, 4, 32, relative=True, lengths=True),
     _square("relative, causal", 2, 333, 4, 64, kv_heads=2, relative=True, causal=True),
@@ -180,4 +198,4 @@ PACKED_RAGGED = [
     _packed("head 256", _FEW, 2, 256, causal=True),
     _packed("one sequence", (520,), 2, 64),
 ]
-SHAPES = [*MODELS, *SWEEP, *RAGGED]
+SHAPES = [*MODELS, *CAPPED, *SWEEP, *RAGGED]

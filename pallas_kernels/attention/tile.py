@@ -7,6 +7,7 @@ ALIGNMENT = 8  # rows that TMA moves between swizzled tiles as one
 SMEM_BYTES = 232_448
 BARRIER_BYTES = 1024  # more than all barriers of a CTA
 L2_SHARE_BYTES = 24 << 20  # keys and values that may be live in L2 at a time
+NEVER = -1e30  # a key with this bias, or one below, does not count
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer's and of the TMA warpgroup's threads
 
 
@@ -84,8 +85,15 @@ class Problem:
     has_starts: bool = False
     has_alibi: bool = False
     bias_batch: int = 0
+    has_key_bias: bool = False
     has_relative: bool = False
     packed: bool = False
+    softcap: float | None = None
+
+    @property
+    def unit(self) -> float:
+        """Factor that makes scores of what the softmax takes: products, or their capped tanh."""
+        return self.scale if self.softcap is None else self.softcap
 
     @property
     def group(self) -> int:

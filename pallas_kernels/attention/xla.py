@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.attention.tile import NEVER
 
 
 def attention_xla(
@@ -23,8 +24,10 @@ def attention_xla(
     query_starts: Int[Array, " B"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     bias: Float[Array, "_ N T S"] | None,
+    key_bias: Float[Array, "B S"] | None = None,
     relative_rows: Float[Array, "R N H"] | None = None,
     relative_shift: Float[Array, "N H"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends with every term materialised; see api.attention."""
     row = position = jnp.arange(q.shape[1])[None, :, None]
@@ -40,18 +43,31 @@ def attention_xla(
         parts.append(key < lengths[:, None, None])
     if query_lengths is not None:
         parts.append(row < query_lengths[:, None, None])
+    if key_bias is not None:
+        parts.append((key_bias > NEVER)[:, None])
     mask = functools.reduce(operator.and_, parts) if parts else None
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    if key_bias is not None:
+        biases.append(jnp.maximum(key_bias.astype(jnp.float32), NEVER)[:, None, None])
     if alibi_slopes is not None:
         distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
-        alibi = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance
-        bias = alibi if bias is None else bias.astype(jnp.float32) + alibi
+        biases.append(-alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance)
+    relative = None
     if relative_rows is not None:
         relative = scale * relative_scores(q, relative_rows, relative_shift, k.shape[1])
-        bias = relative if bias is None else bias.astype(jnp.float32) + relative
-    out = _attend(q, k, v, bias, None if mask is None else mask[:, None], scale)
+    seen = None if mask is None else mask[:, None]
+    if softcap is None:
+        biases += [] if relative is None else [relative]
+        out = _attend(q, k, v, _sum(biases), seen, scale)
+    else:
+        out = _attend_capped(q, k, v, relative, _sum(biases), seen, scale, softcap)
     if mask is None:
         return out
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _sum(terms: list[Array]) -> Array | None:
+    return functools.reduce(operator.add, terms) if terms else None
 
 
 def relative_scores(
@@ -105,17 +121,44 @@ def _attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    bias: Float[Array, "_ N T S"] | None,
+    bias: Float[Array, "_ _ _ S"] | None,
     mask: Bool[Array, "_ 1 _ S"] | None,
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """Runs jax.nn.dot_product_attention, in f32 for f16 on a CPU.
-
-    It asks for products of f16 summed in f32, which XLA does not compile for a CPU.
-    """
+    """Runs jax.nn.dot_product_attention."""
     dtype = q.dtype
-    if dtype == jnp.float16 and dispatch.targets_cpu():
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    q, k, v = _summable(q, k, v)
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=mask, scale=scale, implementation="xla"
     ).astype(dtype)
+
+
+def _attend_capped(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    relative: Float[Array, "B N T S"] | None,
+    bias: Float[Array, "_ _ _ S"] | None,
+    mask: Bool[Array, "_ 1 _ S"] | None,
+    scale: float,
+    softcap: float,
+) -> Float[Array, "B T N H"]:
+    """Attends with capped scores, which jax.nn does not have; relative scores are capped too."""
+    dtype, (batch_size, num_queries, _, head_dim) = q.dtype, q.shape
+    q, k, v = _summable(q, k, v)
+    grouped = q.reshape(batch_size, num_queries, k.shape[2], -1, head_dim)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
+    by_group, by_head = scores.shape, (batch_size, -1, num_queries, k.shape[1])
+    scores = scale * scores.reshape(by_head)
+    scores = softcap * jnp.tanh((scores if relative is None else scores + relative) / softcap)
+    scores = scores if bias is None else scores + bias
+    if mask is not None:
+        scores = jnp.where(mask, scores, NEVER)
+    weights = jax.nn.softmax(scores).astype(v.dtype).reshape(by_group)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v).reshape(q.shape).astype(dtype)
+
+
+def _summable(*arrays: Array) -> list[Array]:
+    """In f32 for f16 on a CPU, for which XLA compiles no products of f16 summed in f32."""
+    narrow = arrays[0].dtype == jnp.float16 and dispatch.targets_cpu()
+    return [x.astype(jnp.float32) if narrow else x for x in arrays]

@@ -65,12 +65,12 @@ def _part(guest: Call, first: int, count: int) -> dict[str, Any]:
 
 
 def beside(host: Call, guest: Call, first: int, count: int) -> tuple[Any, Array]:
-    """A host, and parts of a guest: one launch, unless the guest's cache is paged."""
-    if guest.arguments["page_table"] is not None:
+    """A host, and parts of a guest: one launch, unless its cache is paged or its scores capped."""
+    if guest.arguments["page_table"] is not None or guest.arguments["softcap"] is not None:
         hosts = {"gemm": gemm, "gated_gemm": gated_gemm}
         return hosts[host.name](**host.arguments), part(guest, first, count)
     given = _part(guest, first, count)
     given["attention_scale"] = given.pop("scale")
-    del given["page_table"]
+    del given["page_table"], given["softcap"]
     both = gemm_beside_decode_attention(**host.arguments, **given)
     return both.product, both.attended

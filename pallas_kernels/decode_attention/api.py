@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_arrays, number, whole
+from pallas_kernels.attention.api import check_softcap
 from pallas_kernels.decode_attention import mosaic_gpu, xla
 from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
 
@@ -21,6 +22,7 @@ def decode_attention(
     page_table: Int[Array, "B M"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     first_sequence: int = 0,
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
@@ -41,6 +43,8 @@ def decode_attention(
         clipped into the pool.
       alibi_slopes: Slope of each query head, computed inside from positions.
       scale: Factor of the scores; 1 / sqrt(H) if None.
+      softcap: Bound of the scaled scores: they become softcap tanh(score / softcap) before slopes
+        are applied. By the kernel with a relative error of 2^-11.
       first_sequence: A contiguous cache may hold more sequences than q has: which of them q's first
         is. So a batch can be attended to in parts that no copy cuts out.
       sm_budget: Number of SMs the kernel may fill; all if None. 48 read nearly as fast as all. XLA
@@ -61,9 +65,11 @@ def decode_attention(
     first_sequence = whole("decode_attention", "first_sequence", first_sequence)
     check_decode_attention(q, k, v, lengths, page_table, alibi_slopes, first_sequence)
     scale = check_scale(q, scale)
+    softcap = check_softcap("decode_attention", softcap)
     sms = check_sm_budget("decode_attention", sm_budget)
     terms = {
         "scale": scale,
+        "softcap": softcap,
         "page_table": page_table,
         "alibi_slopes": alibi_slopes,
         "first_sequence": first_sequence,
@@ -86,7 +92,7 @@ def decode_attention(
 
 # One launch is traced, lowered and compiled once for all its uses in a program.
 _decode_attention = jax.jit(
-    mosaic_gpu.decode_attention, static_argnames=("scale", "first_sequence", "sms")
+    mosaic_gpu.decode_attention, static_argnames=("scale", "softcap", "first_sequence", "sms")
 )
 
 

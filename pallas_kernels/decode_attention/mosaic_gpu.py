@@ -79,6 +79,7 @@ class Problem:
     has_alibi: bool = False
     page_size: int | None = None
     first_sequence: int = 0  # of a contiguous cache that holds further sequences
+    softcap: float | None = None
 
     @property
     def columns(self) -> int:
@@ -184,7 +185,11 @@ def _scores(problem: Problem, tile: Tile, part: Part, products: Array, t: Array,
     """Scaled scores in units of log2, -inf where a key does not count for a column."""
     shape = (tile.block_kv, problem.columns)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + t * tile.block_kv
-    scores = products * (problem.scale * LOG2_E)
+    if problem.softcap is None:
+        scores = products * (problem.scale * LOG2_E)
+    else:
+        capped = jnp.tanh(products * (problem.scale / problem.softcap))
+        scores = capped * (problem.softcap * LOG2_E)
     if slopes is not None:
         distance = (key - (part.keys - 1)).astype(jnp.float32)
         scores += distance * _over_columns(slopes * LOG2_E, shape)
@@ -432,6 +437,7 @@ def decode_attention(
     page_table: Int[Array, "B M"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     sms: int,
+    softcap: float | None = None,
     first_sequence: int = 0,
     tile: Tile | None = None,
     splits: int | None = None,
@@ -448,6 +454,7 @@ def decode_attention(
       page_table: Pages of each sequence.
       alibi_slopes: Slope of each query head.
       sms: The budget; the grid may be smaller.
+      softcap: Bound of the scaled scores.
       first_sequence: Of the cache.
       tile: The tile; chosen by shape if None.
       splits: Parts of each cache; chosen by shape if None.
@@ -474,6 +481,7 @@ def decode_attention(
         has_alibi=alibi_slopes is not None,
         page_size=None if page_table is None else k.shape[1],
         first_sequence=first_sequence,
+        softcap=softcap,
     )
     splits = choose_splits(problem, sms) if splits is None else splits
     problem = dataclasses.replace(problem, splits=splits)

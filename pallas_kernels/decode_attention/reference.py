@@ -12,10 +12,11 @@ def decode_attention_reference(
     lengths: Int[Array, " B"],
     *,
     scale: float,
+    softcap: float | None = None,
     page_table: Int[Array, "B M"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(scale q k^T - slope |i - j|) v over the keys up to each query's own, or zero.
+    """softmax(cap(scale q k^T) - slope |i - j|) v over the keys up to each query's own, or zero.
 
     Args:
       q: The last T queries of each sequence; query t stands at position lengths - T + t.
@@ -23,6 +24,7 @@ def decode_attention_reference(
       v: Values, likewise.
       lengths: Number of valid keys of each sequence, those of the T queries included.
       scale: Factor of the scores.
+      softcap: cap(x) is softcap tanh(x / softcap), or x if None.
       page_table: Pages of each sequence, in order; None if the cache is contiguous.
       alibi_slopes: Slope of each query head.
 
@@ -36,6 +38,8 @@ def decode_attention_reference(
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
 
     i = (lengths[:, None] - num_tokens + jnp.arange(num_tokens)[None, :])[:, None, :, None]
     j = jnp.arange(k.shape[1])[None, None, None, :]

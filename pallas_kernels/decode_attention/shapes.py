@@ -17,6 +17,7 @@ class DecodeShape:
     alibi: bool = False
     page_size: int | None = None
     full: bool = True
+    softcap: float | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -52,6 +53,8 @@ RAGGED = [
     _shape("three tokens", 3, 1_000, 8, 2, 128, num_tokens=3, full=False, alibi=True),
     _shape("eight tokens", 4, 512, 32, 8, 128, num_tokens=8, full=False),
     _shape("alibi", 64, 1_024, 32, 32, 128, num_tokens=2, alibi=True, full=False),
+    _shape("softcap", 7, 1_000, 16, 8, 128, full=False, softcap=1.0),
+    _shape("softcap, split, alibi", 2, 8_192, 8, 8, 64, full=False, softcap=2.0, alibi=True),
     _shape("pages of 16", 7, 1_024, 32, 8, 128, page_size=16, full=False),
     _shape("pages of 64", 300, 1_024, 32, 8, 128, page_size=64, full=False),
     _shape("pages of 256", 7, 1_024, 32, 8, 128, page_size=256, full=False, num_tokens=2),

@@ -13,6 +13,7 @@ def decode_attention_xla(
     lengths: Int[Array, " B"],
     *,
     scale: float,
+    softcap: float | None = None,
     page_table: Int[Array, "B M"] | None,
     alibi_slopes: Float[Array, " N"] | None,
     first_sequence: int = 0,
@@ -37,4 +38,5 @@ def decode_attention_xla(
         query_starts=lengths - num_tokens,
         alibi_slopes=alibi_slopes,
         bias=None,
+        softcap=softcap,
     )

@@ -14,6 +14,7 @@ from pallas_kernels.attention import (
     attention_reference,
 )
 from pallas_kernels.attention.shapes import (
+    CAPPED,
     MODELS,
     PACKED,
     PACKED_RAGGED,
@@ -26,7 +27,7 @@ from pallas_kernels.attention.shapes import (
 
 def cases() -> list[Case]:
     """Models and sweep on all SMs, BERT on half of them, and ragged shapes in both dtypes."""
-    found = [_case(shape, "bfloat16", None, timed=True) for shape in [*MODELS, *SWEEP]]
+    found = [_case(shape, "bfloat16", None, timed=True) for shape in [*MODELS, *CAPPED, *SWEEP]]
     bert = next(shape for shape in MODELS if shape.name.startswith("bert"))
     found.append(_case(bert, "bfloat16", 66, timed=True))
     found += [_packed_case(shape, "bfloat16", None, timed=True) for shape in PACKED]
@@ -43,6 +44,7 @@ def _names(shape: AttentionShape) -> list[str]:
         "query_starts": shape.query_starts,
         "alibi_slopes": shape.alibi,
         "bias": shape.bias_batch,
+        "key_bias": shape.key_bias,
         "relative_rows": shape.relative,
         "relative_shift": shape.relative,
     }
@@ -52,14 +54,18 @@ def _names(shape: AttentionShape) -> list[str]:
 def _case(shape: AttentionShape, dtype: str, sm_budget: int | None, *, timed: bool) -> Case:
     names = _names(shape)
     options = {"causal": shape.causal, "window": shape.window, "scale": shape.head_dim**-0.5}
+    options["softcap"] = shape.softcap
 
     def call(f, **extra):
-        return lambda *inputs: f(**dict(zip(names, inputs, strict=True)), **options, **extra)
+        return lambda *inputs: f(**dict(zip(names, inputs, strict=True)), **(options | extra))
 
     opponents = {}
     if timed:
         opponents = {"cudnn": functools.partial(_cudnn, shape, names)}
-        if shape.alibi or shape.bias_batch or shape.relative:
+        if shape.softcap is not None:  # cuDNN does not have it: what it costs beside none.
+            opponents = {"cudnn, no cap": opponents["cudnn"]}
+            opponents["ours, no cap"] = call(attention, implementation="mosaic_gpu", softcap=None)
+        if shape.softcap or shape.alibi or shape.bias_batch or shape.relative:
             opponents["xla"] = call(attention, implementation="xla")
         if shape.relative:
             opponents["ours, bias by xla"] = functools.partial(_with_bias, shape, names)
@@ -127,6 +133,9 @@ def _cudnn(shape: AttentionShape, names, *inputs):
         bias = (-given["alibi_slopes"][None, :, None, None] * distance).astype(q.dtype)
     if shape.relative:
         bias = _bias_by_difference(shape, given)
+    if shape.key_bias:  # a mask of whole size, which it reads as a bias
+        hidden = given["key_bias"].astype(q.dtype)[:, None, None]
+        bias = jnp.broadcast_to(hidden, (q.shape[0], 1, q.shape[1], k.shape[1]))
     lengths = given.get("lengths")
     return jax.nn.dot_product_attention(
         q,
@@ -142,7 +151,7 @@ def _cudnn(shape: AttentionShape, names, *inputs):
 
 
 def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
-    keys = jax.random.split(key, 8)
+    keys = jax.random.split(key, 9)
     b, t, s = shape.batch_size, shape.num_queries, shape.num_keys
     cache = (b, s, shape.num_kv_heads, shape.head_dim)
     shapes = [(b, t, shape.num_heads, shape.head_dim), cache, cache]
@@ -159,6 +168,9 @@ def _make(shape: AttentionShape, dtype: str, key, *, full: bool):
         arrays.append(2.0 ** (-8 * (heads + 1) / shape.num_heads))
     if shape.bias_batch:
         arrays.append(jax.random.normal(keys[5], (shape.bias_batch, shape.num_heads, t, s), dtype))
+    if shape.key_bias:
+        hidden = jax.random.bernoulli(keys[8], 0.5, (b, s))
+        arrays.append(jnp.where(hidden, -1e30, jax.random.normal(keys[3], (b, s))))
     if shape.relative:
         one = (shape.num_heads, shape.head_dim)
         arrays.append(jax.random.normal(keys[6], (t + s, *one), dtype))

@@ -26,7 +26,8 @@ def _case(shape: DecodeShape, dtype: str, sm_budget: int | None, *, timed: bool)
     scale = shape.head_dim**-0.5
 
     def call(f, **extra):
-        return lambda *inputs: f(**dict(zip(names, inputs, strict=True)), scale=scale, **extra)
+        fixed = {"scale": scale, "softcap": shape.softcap, **extra}
+        return lambda *inputs: f(**dict(zip(names, inputs, strict=True)), **fixed)
 
     opponents = {}
     if timed and not (shape.alibi or shape.page_size):
@@ -39,22 +40,21 @@ def _case(shape: DecodeShape, dtype: str, sm_budget: int | None, *, timed: bool)
         dtype=dtype,
         make=functools.partial(_make, shape, dtype),
         run=call(decode_attention, implementation="mosaic_gpu", sm_budget=sm_budget),
-        reference=functools.partial(_reference, shape, names, scale),
+        reference=call(functools.partial(_reference, shape)),
         close=({"reduction": shape.num_keys, "roundings": 1},),
         opponents=opponents,
         num_bytes=shape.cache_bytes,
     )
 
 
-def _reference(shape: DecodeShape, names, scale, *inputs):
+def _reference(shape: DecodeShape, *, scale, softcap, **given):
     """The truth, one sequence after the other: repeated heads in f32 would take much room."""
     shared = {"alibi_slopes", "k", "v"} if shape.page_size else {"alibi_slopes"}
-    given = dict(zip(names, inputs, strict=True))
     fixed = {name: x for name, x in given.items() if name in shared}
 
     def one(sequence):
         alone = {name: x[None] for name, x in sequence.items()}
-        return decode_attention_reference(**alone, **fixed, scale=scale)[0]
+        return decode_attention_reference(**alone, **fixed, scale=scale, softcap=softcap)[0]
 
     return jax.lax.map(one, {name: x for name, x in given.items() if name not in shared})
 
