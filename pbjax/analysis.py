@@ -23,7 +23,8 @@ from pbjax.forms import PROBE_SIZE, Form, former, translated
 from pbjax.functional import Functional, Model, check_state, functional
 from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
 from pbjax.outline import Outline
-from pbjax.stages import Program, build, cut, fingerprint, outline
+from pbjax.program_outline import outline
+from pbjax.stages import Program, build, cut, fingerprint
 from pbjax.trace import Graph
 
 type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct

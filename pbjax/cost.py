@@ -76,7 +76,7 @@ def equation_cost(equation: JaxprEqn) -> Cost:
         return _NESTED[name](equation)
     if name in CALLS:
         return _body_cost(equation.params[CALLS[name]])
-    if name in _VIEWS:
+    if name in VIEWS:
         return Cost()
     moved = float(_TOUCHED.get(name, _all_bytes)(equation))
     elements = float(_out_elements(equation))
@@ -318,7 +318,7 @@ _MOVE_NAMES = """
     zeros_like
 """
 
-_ELEMENTWISE, _VIEWS, _MOVES = (
+_ELEMENTWISE, VIEWS, _MOVES = (
     frozenset(names.split()) for names in (_ELEMENTWISE_NAMES, _VIEW_NAMES, _MOVE_NAMES)
 )
 

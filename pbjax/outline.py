@@ -21,6 +21,9 @@ class StageInfo:
       bytes_per_row: Bytes of activations read and written for one row of the batch.
       weight_bytes: Bytes of weights read in one call, whatever the batch size.
       contraction_flops_per_row: Of flops_per_row, those of contractions.
+      held_bytes_per_row: Bytes of activations in memory while the stage runs, at most, for one row
+        of the batch: its own, and those of its block that wait for a later stage; inputs and
+        outputs of the program do not count.
     """
 
     name: str
@@ -32,16 +35,36 @@ class StageInfo:
     bytes_per_row: float
     weight_bytes: int
     contraction_flops_per_row: float = 0.0
+    held_bytes_per_row: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A program as plain data: prologue, num_blocks times the block's stages, epilogue."""
+    """A program as plain data: prologue, num_blocks times the block's stages, epilogue.
+
+    Attributes:
+      prologue: What comes before the blocks; None if nothing does.
+      block: The stages of one block.
+      epilogue: What comes after them; None if nothing does.
+      num_blocks: How often the block repeats.
+      weight_bytes: Bytes of all weights, each once.
+      stacked_weight_bytes: Of these, bytes of the layers' weights that a split program holds again,
+        stacked.
+      input_bytes_per_row: Bytes of what a call is given, for one row of the batch.
+      output_bytes_per_row: Bytes of what it returns, for one row.
+      waiting_bytes_per_row: Bytes that wait in memory while the blocks run, for one row: for the
+        epilogue, or to be read by every block.
+    """
 
     prologue: StageInfo | None
     block: tuple[StageInfo, ...]
     epilogue: StageInfo | None
     num_blocks: int
+    weight_bytes: int = 0
+    stacked_weight_bytes: int = 0
+    input_bytes_per_row: float = 0.0
+    output_bytes_per_row: float = 0.0
+    waiting_bytes_per_row: float = 0.0
 
     def __post_init__(self):
         """Refuses an outline without stages."""

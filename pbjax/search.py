@@ -18,7 +18,6 @@ from typing import Literal, get_args
 from pbjax.candidates import Candidate as Candidate
 from pbjax.candidates import Candidates, Sizes
 from pbjax.candidates import SearchOptions as SearchOptions
-from pbjax.candidates import predicted_bytes as predicted_bytes
 from pbjax.errors import InputError
 from pbjax.outline import Outline
 from pbjax.profile_table import Profile
@@ -64,7 +63,7 @@ class SearchResult:
       evaluations: Predictions of one split with one choice of staggers and budgets.
       bounds: Sizes of which all staggers were bounded at once, before any prediction, counted for
         each choice of budgets.
-      dropped: Candidates over the memory limit, not predicted.
+      dropped: Sizes with staggers that would have been predicted, but are over the memory limit.
       seconds: What the search took.
       trajectory: Where its slides stood, in order.
       policy: How it searched.
@@ -131,7 +130,7 @@ def search(
         by_count=outcome.by_count,
         evaluations=candidates.evaluations,
         bounds=candidates.bounds,
-        dropped=candidates.dropped,
+        dropped=sum(map(len, candidates.over.values())),
         seconds=time.perf_counter() - start,
         trajectory=tuple(trajectory),
         policy=policy,

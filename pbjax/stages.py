@@ -14,12 +14,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from pbjax.blocks import Block, extract_block
-from pbjax.chains import KERNELS, fused_seconds
+from pbjax.chains import fused_seconds
 from pbjax.classify import Label, classify
-from pbjax.cost import equation_cost
-from pbjax.dataflow import live_bytes, nbytes, signature
+from pbjax.dataflow import live_bytes, signature
 from pbjax.device import Device, ResourceClass
-from pbjax.profiling import Outline, StageInfo
 from pbjax.repetition import Repetition, find_repetition
 from pbjax.schedule import MAX_SUB_BATCHES
 from pbjax.trace import Atom, Aval, Graph, Operation, loop_body
@@ -166,36 +164,6 @@ def build(graph: Graph, cutting: Cutting) -> Program:
     )
 
 
-def outline(program: Program, probe: Program, batch_size: int) -> Outline:
-    """The program as plain data, for profile and search.
-
-    Args:
-      program: At the whole batch.
-      probe: The same at another batch size: what differs in shape holds rows of the batch, and its
-        operations give the fingerprints, which must not depend on the batch.
-      batch_size: Rows of the whole batch.
-    """
-    inner, outer = (
-        (program.block.avals, probe.block.avals),
-        (program.graph.avals, probe.graph.avals),
-    )
-
-    def ends(stage: Stage | None, other: Stage | None) -> StageInfo | None:
-        if stage is None or other is None:
-            return None
-        return _stage_info(stage, other, *outer, batch_size)
-
-    return Outline(
-        prologue=ends(program.prologue, probe.prologue),
-        block=tuple(
-            _stage_info(stage, other, *inner, batch_size)
-            for stage, other in zip(program.stages, probe.stages, strict=True)
-        ),
-        epilogue=ends(program.epilogue, probe.epilogue),
-        num_blocks=program.block.count,
-    )
-
-
 def fingerprint(program: Program) -> str:
     """12 hex digits over the operations of a program's graph, not over its weights."""
     return graph_fingerprint(program.graph)
@@ -207,6 +175,12 @@ def graph_fingerprint(graph: Graph) -> str:
     for line in _dataflow(graph.operations, graph.avals):
         digest.update(line.encode())
     return digest.hexdigest()[:12]
+
+
+def stage_fingerprint(stage: Stage, avals: Sequence[Aval]) -> str:
+    """12 hex digits over a stage's operations; `avals` are those of its block, or of the graph."""
+    text = "\n".join(_dataflow(stage.operations, avals))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _body_labels(body: Graph, device: Device) -> list[Label]:
@@ -319,50 +293,6 @@ def _results(block: Block) -> set[int]:
     """Values of the block that are needed after a repetition."""
     carried = [carry.result for carry in block.carries]
     return _values([*carried, *(link.inner for link in block.collected)])
-
-
-def _stage_info(
-    stage: Stage,
-    other: Stage,
-    avals: Sequence[Aval],
-    other_avals: Sequence[Aval],
-    batch_size: int,
-) -> StageInfo:
-    rows = [v for v in (*stage.reads, *stage.writes) if avals[v].shape != other_avals[v].shape]
-    weights = [v for v in stage.reads if avals[v].shape == other_avals[v].shape]
-    main = max(rows or stage.reads, key=lambda v: nbytes(avals[v]), default=None)
-    kernels = [o for o in stage.operations if o.primitive in KERNELS]
-    return StageInfo(
-        name=stage.name,
-        fingerprint=_stage_fingerprint(other, other_avals),
-        resource=stage.resource,
-        dtype=str(avals[main].dtype) if main is not None else "",
-        shape=_row_shape(avals[main], other_avals[main], batch_size) if main is not None else (),
-        flops_per_row=_flops(stage.operations) / batch_size,
-        contraction_flops_per_row=_flops(kernels) / batch_size,
-        bytes_per_row=sum(nbytes(avals[v]) for v in rows) / batch_size,
-        weight_bytes=sum(nbytes(avals[v]) for v in weights),
-    )
-
-
-def _flops(operations: Sequence[Operation]) -> float:
-    costs = (equation_cost(operation.equation) for operation in operations)
-    return sum((cost.flops + cost.transcendentals for cost in costs), 0.0)
-
-
-def _row_shape(aval: Aval, other: Aval, batch_size: int) -> tuple[int, ...]:
-    sizes = zip(aval.shape, other.shape, strict=True)
-    per_row = [a if a == b else a // batch_size for a, b in sizes]
-    return tuple(
-        size
-        for size, a, b in zip(per_row, aval.shape, other.shape, strict=True)
-        if a == b or size > 1
-    )
-
-
-def _stage_fingerprint(stage: Stage, avals: Sequence[Aval]) -> str:
-    text = "\n".join(_dataflow(stage.operations, avals))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _dataflow(operations: Sequence[Operation], avals: Sequence[Aval]) -> Iterator[str]:

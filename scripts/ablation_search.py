@@ -7,12 +7,11 @@ import os
 import platform
 import random
 import statistics
-from dataclasses import replace
 
 from bench_search import SHAPES, program, table
 
-from pbjax.candidates import SearchOptions, predicted_bytes
-from pbjax.outline import Outline
+from pbjax.candidates import SearchOptions
+from pbjax.memory import predicted_bytes
 from pbjax.schedule import Split
 from pbjax.search import search
 
@@ -37,7 +36,7 @@ def search_ablation() -> dict:
 
 
 def _rows(batch: int) -> list[dict]:
-    outline = _with_bytes(program(STAGES, BLOCKS))
+    outline = program(STAGES, BLOCKS)
     chance = random.Random(0)
     tables = [table(chance, outline, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
     # A whole batch is over the limit, and so are sub-batches that meet where both hold much.
@@ -69,7 +68,7 @@ def _row(batch: int, name: str, found: dict, limit: int) -> dict:
         for result, least in zip(results, best, strict=True)
     ]
     over = [
-        predicted_bytes(_with_bytes(program(STAGES, BLOCKS)), r.best.split, r.best.staggers) > limit
+        predicted_bytes(program(STAGES, BLOCKS), r.best.split, r.best.staggers) > limit
         for r in results
     ]
     return {
@@ -82,11 +81,3 @@ def _row(batch: int, name: str, found: dict, limit: int) -> dict:
         "found_best": sum(gap <= 1e-9 for gap in gaps),
         "over_limit": sum(over),
     }
-
-
-def _with_bytes(outline: Outline) -> Outline:
-    """The program with stages that hold memory, the later the more."""
-    block = tuple(
-        replace(stage, bytes_per_row=1e6 * (1 + i)) for i, stage in enumerate(outline.block)
-    )
-    return replace(outline, block=block)

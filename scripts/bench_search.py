@@ -1,7 +1,9 @@
-"""Times the search for a split; prints the conditions and one JSON line.
+"""Times the search for a split; prints the conditions and a JSON line for each limit.
 
 The tables are drawn at random from a seed, in five shapes: no device is needed, and no figure of a
-device is meant. The search must take less than 0.5 s for a batch of 4,096.
+device is meant. Each is searched without a memory limit and under limits that are shares of what
+the unsplit batch needs. The search must take less than 0.5 s for a batch of 4,096, with a limit or
+without.
 """
 
 import argparse
@@ -12,17 +14,22 @@ import random
 import statistics
 from hashlib import sha256
 
+from pbjax.candidates import SearchOptions
 from pbjax.device import ResourceClass
+from pbjax.memory import predicted_bytes
 from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageInfo, grid
+from pbjax.schedule import Split
 from pbjax.search import search
 
 SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
 # SMs of stages of the classes TENSOR, CUDA and MEMORY, on a device of 132.
 BUDGETS = ((72, 20, 40), (84, 8, 32), (60, 12, 60))
+# Of what the unsplit batch needs: without a limit, all fits, some does not, most does not.
+LIMITS = (None, 1.0, 0.85, 0.7)
 
 
 def main():
-    """Searches every table and prints the slowest, the median and the evaluations."""
+    """Searches every table under each limit; prints the slowest, the median, the evaluations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4096, help="rows of the batch")
     parser.add_argument("--stages", type=int, default=8, help="stages of the block")
@@ -37,13 +44,19 @@ def main():
     tables = [
         table(chance, outline, args.batch, SHAPES[i % 5], choices) for i in range(args.tables)
     ]
-    results = [search(outline, each, args.batch) for each in tables]
-    report(args, results)
+    whole = predicted_bytes(outline, Split(sizes=(args.batch,)), (0,))
+    conditions = conditions_of(args)
+    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    for limit in LIMITS:
+        options = SearchOptions(memory_limit_bytes=None if limit is None else int(limit * whole))
+        results = [search(outline, each, args.batch, options) for each in tables]
+        figures = {"memory_limit": limit, **figures_of(results)}
+        print(json.dumps({"bench": "search", **conditions, **figures}))
 
 
-def report(args, results):
-    """Prints the conditions as text and everything as one JSON line."""
-    conditions = {
+def conditions_of(args):
+    """What the figures hold for."""
+    return {
         "batch": args.batch,
         "stages": args.stages,
         "blocks": args.blocks,
@@ -54,24 +67,27 @@ def report(args, results):
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
+
+
+def figures_of(results):
+    """Seconds, and what was computed in them."""
     seconds = [result.seconds for result in results]
     work = [result.evaluations + result.bounds for result in results]
-    figures = {
+    return {
         "median_s": round(statistics.median(seconds), 4),
         "max_s": round(max(seconds), 4),
         "median_evaluations": statistics.median(result.evaluations for result in results),
         "median_bounds": statistics.median(result.bounds for result in results),
         "max_evaluations_and_bounds": max(work),
+        "median_dropped": statistics.median(result.dropped for result in results),
     }
-    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    print(json.dumps({"bench": "search", **conditions, **figures}))
 
 
 def program(num_stages, num_blocks):
-    """A program whose stages take turns in class."""
+    """A program whose stages take turns in class, and hold the more memory the later they are."""
     classes = list(ResourceClass)
 
-    def stage(name, resource):
+    def stage(name, resource, held=0.0):
         return StageInfo(
             name=name,
             fingerprint=sha256(name.encode()).hexdigest()[:12],
@@ -81,11 +97,12 @@ def program(num_stages, num_blocks):
             flops_per_row=0.0,
             bytes_per_row=0.0,
             weight_bytes=0,
+            held_bytes_per_row=held,
         )
 
     return Outline(
         prologue=stage("prologue", ResourceClass.MEMORY),
-        block=tuple(stage(f"stage_{i}", classes[i % 3]) for i in range(num_stages)),
+        block=tuple(stage(f"stage_{i}", classes[i % 3], 1e6 * (1 + i)) for i in range(num_stages)),
         epilogue=stage("epilogue", ResourceClass.TENSOR),
         num_blocks=num_blocks,
     )

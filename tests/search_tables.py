@@ -1,0 +1,139 @@
+"""Programs and measured tables, made up or drawn at random, for tests of the search."""
+
+from hashlib import sha256
+from itertools import combinations
+
+from pbjax.device import ResourceClass
+from pbjax.profiling import CorunRow, Outline, Profile, Row, StageInfo, grid
+
+from .fakes import provenance
+
+PROVENANCE = provenance()
+SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
+
+
+def stage(name, resource=ResourceClass.CUDA, held_bytes_per_row=0.0):
+    return StageInfo(
+        name=name,
+        fingerprint=sha256(name.encode()).hexdigest()[:12],
+        resource=resource,
+        dtype="float32",
+        shape=(4,),
+        flops_per_row=1.0,
+        bytes_per_row=1.0,
+        weight_bytes=0,
+        held_bytes_per_row=held_bytes_per_row,
+    )
+
+
+def row(stage, batch_size, median_s, sm_budget=0):
+    return Row(
+        stage=stage.name,
+        fingerprint=stage.fingerprint,
+        resource=stage.resource,
+        dtype=stage.dtype,
+        batch_size=batch_size,
+        shape=stage.shape,
+        sm_budget=sm_budget,
+        median_s=median_s,
+        spread_s=0.0,
+        samples=1,
+    )
+
+
+def corun(a, b, sizes, slowdowns, sm_budgets=(0, 0)):
+    return CorunRow(
+        stages=(a.name, b.name),
+        fingerprints=(a.fingerprint, b.fingerprint),
+        batch_sizes=sizes,
+        sm_budgets=sm_budgets,
+        slowdowns=slowdowns,
+    )
+
+
+def program(num_stages, num_blocks=3, has_ends=True):
+    classes = list(ResourceClass)
+    return Outline(
+        prologue=stage("prologue") if has_ends else None,
+        block=tuple(stage(f"s{i}", classes[i % 3]) for i in range(num_stages)),
+        epilogue=stage("epilogue") if has_ends else None,
+        num_blocks=num_blocks,
+    )
+
+
+def curve(chance, shape, sizes):
+    """Random seconds over the sizes, of one kind of shape."""
+    base, slope = chance.uniform(0, 3), chance.uniform(0.01, 0.2)
+    tile, edge = chance.choice((8, 16, 32, 64)), chance.choice(sizes)
+    shapes = {
+        "rising": lambda b: base + slope * b,
+        "ragged": lambda b: chance.uniform(0.2, 1) * (base + slope * b),
+        "plateau": lambda b: base + slope * tile * -(-b // tile),
+        "cliff": lambda b: (base + slope * b) * (1 if b <= edge else 1.6),
+        "straight": lambda b: slope * b,
+    }
+    return [shapes[shape](b) * 1e-4 for b in sizes]
+
+
+def random_table(chance, outline, batch_size, num_extra=0):
+    """A table of random shape, in which a random part of the pairs saves a random part."""
+    extra = chance.sample(range(3, batch_size), num_extra)
+    sizes = sorted({*grid(batch_size), *extra})
+    shape, share = chance.choice(SHAPES), chance.choice((0, 0.4, 1))
+    rows = [
+        row(each, size, seconds)
+        for each in outline.stages
+        for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
+    ]
+    measured = sorted(chance.sample(sizes, min(3, len(sizes))))
+    pairs = [
+        corun(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
+        for i, a in enumerate(outline.stages)
+        for b in outline.stages[i:]
+        if chance.random() < share
+        for m in measured
+        for n in measured
+        if a is not b or m <= n
+    ]
+    return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
+
+
+def with_budgets(chance, outline, profile):
+    """The table with rows of stages and pairs of the block at two choices of budgets."""
+    sizes = sorted({each.batch_size for each in profile.rows})
+    sizes = sizes[chance.randint(0, 1) * (len(sizes) > 3) :]
+    rows, pairs = list(profile.rows), list(profile.corun)
+    for share in (0.3, 0.7):
+        sms = round(132 * share), round(10 * share), 110 - round(110 * share)
+        budgets = dict(zip(ResourceClass, sms, strict=True))
+        pairs_there = [
+            (a, b) for a, b in combinations(outline.block, 2) if a.resource != b.resource
+        ]
+        for each in {s.name: s for pair in pairs_there for s in pair}.values():
+            slower = chance.uniform(1, 1.6)
+            rows += [
+                row(each, b, slower * profile.seconds(each, b), budgets[each.resource])
+                for b in sizes
+            ]
+        pairs += [
+            corun(
+                a,
+                b,
+                (chance.choice(sizes),) * 2,
+                (chance.uniform(1, 1.3), chance.uniform(1, 1.3)),
+                (budgets[a.resource], budgets[b.resource]),
+            )
+            for a, b in pairs_there
+            if chance.random() < 0.8
+        ]
+    return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
+
+
+def table(outline, seconds, *pairs):
+    """A table of one curve for all stages, given as {batch size: seconds}."""
+    rows = [row(each, b, s) for each in outline.stages for b, s in seconds.items()]
+    return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=pairs)
+
+
+ONE = program(1, num_blocks=1, has_ends=False)
+TWO = program(2, num_blocks=4, has_ends=False)
