@@ -143,9 +143,10 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def with_key_bias(scores, j):
             """Adds what each key has of its own; most tiles of padded sequences have nothing."""
-            bias, biased, t = given.key_bias, given.key_biased, place.last - 1 - j
+            bias, biased = given.key_bias, given.key_biased
             if bias is None or biased is None:
                 return scores
+            t = place.last - 1 - j
 
             def add(scores):
                 of_keys = plgpu.load(bias.at[place.batch, t], layout=COLUMN, optimized=False)
