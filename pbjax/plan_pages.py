@@ -55,7 +55,7 @@ def write_trace(report: Report, kernels: Sequence[Kernel], path: Path) -> None:
 
 
 def write_plan_figures(report: Report, folder: Path) -> list[Path]:
-    """Writes each figure of a report as SVG and PNG with its data as CSV beside it.
+    """Writes each figure of a report as SVG and PNG with its CSV beside it, and the report as JSON.
 
     Returns:
       What was written.
@@ -64,7 +64,7 @@ def write_plan_figures(report: Report, folder: Path) -> list[Path]:
       FileError: Something cannot be written.
       InputError: matplotlib is missing, or as `plan_slices`.
     """
-    return write_each(_figures(report), folder)
+    return write_each(_figures(report), folder, report.to_dict())
 
 
 def write_plan_page(report: Report, path: Path) -> None:

@@ -94,12 +94,14 @@ class Choice:
       runner_up: The next one in throughput that is allowed; None if there is none.
       front: The batches that no other beats in latency and throughput both, fastest first.
       reason: What decided.
+      latency_s: The longest that a call may take; None = any.
     """
 
     chosen: SizePoint
     runner_up: SizePoint | None
     front: tuple[SizePoint, ...]
     reason: str
+    latency_s: float | None = None
 
 
 def interpolated(known: Mapping[int, Roofline], at: int) -> Roofline:
@@ -277,6 +279,7 @@ def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) ->
         runner_up=max(others, key=lambda point: point.tokens_per_s, default=None),
         front=_front(points),
         reason=_reason(chosen, best, allowed, room, points),
+        latency_s=latency_s,
     )
 
 

@@ -69,15 +69,18 @@ def points_csv(reports: Sequence[Roofline]) -> str:
         *("phase", "stage", "group", "kind", "repeats", "dtype", "flops"),
         *("weight_bytes", "activation_bytes", "kv_cache_bytes", "intensity_flop_per_byte"),
         *("class", "bound", "attainable_flops_per_s", "seconds"),
+        *("measured_seconds", "achieved_flops_per_s"),
     )
     rows = []
     for report in reports:
         for p in report.points:
+            measured_s = report.measured_s(p)
+            achieved = p.flops / measured_s if measured_s else None
             total = Total(name=p.name, points=(p,))
             moved = p.traffic.weights, p.traffic.activations, p.traffic.kv_cache
             bound = total.intensity, p.resource, total.bound, total.attainable_flops_per_s
             group = report.phase, p.stage, p.name, p.kind, p.repeats, p.dtype, p.flops
-            rows.append((*group, *moved, *bound, p.seconds))
+            rows.append((*group, *moved, *bound, p.seconds, measured_s, achieved))
     return csv_text(columns, rows)
 
 

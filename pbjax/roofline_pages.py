@@ -1,5 +1,6 @@
 """Figures, tables and the page of a roofline report, put together and written. Computes nothing."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def write_page(findings: Findings, path: Path) -> None:
 
 
 def write_figures(findings: Findings, folder: Path) -> list[Path]:
-    """Writes each figure as SVG and PNG with its data as CSV beside it.
+    """Writes each figure as SVG and PNG with its data as CSV beside it, and all data as JSON.
 
     Returns:
       What was written.
@@ -64,11 +65,20 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
       FileError: Something cannot be written.
       InputError: matplotlib is missing.
     """
-    return write_each(_figures(findings), folder)
+    return write_each(_figures(findings), folder, findings.document)
 
 
-def write_each(figures: "Sequence[tuple[str, str, Figure, str, str]]", folder: Path) -> list[Path]:
-    """Writes figures, of which name, title, figure, caption and data are given; as `write_figures`.
+def write_each(
+    figures: "Sequence[tuple[str, str, Figure, str, str]]",
+    folder: Path,
+    document: Mapping[str, object],
+) -> list[Path]:
+    """Writes figures, of which name, title, figure, caption and data are given, as `write_figures`.
+
+    Args:
+      figures: The figures.
+      folder: Where to.
+      document: All data, JSON-compatible.
 
     Returns:
       What was written.
@@ -82,7 +92,8 @@ def write_each(figures: "Sequence[tuple[str, str, Figure, str, str]]", folder: P
         write_atomically(folder / f"{name}.csv", data)
         _write_image(folder / f"{name}.png", png(figure))
         written += [folder / f"{name}.{suffix}" for suffix in ("svg", "png", "csv")]
-    return written
+    write_atomically(folder / "report.json", json.dumps(document, indent=1))
+    return [*written, folder / "report.json"]
 
 
 def _figures(findings: Findings) -> "list[tuple[str, str, Figure, str, str]]":
@@ -120,9 +131,11 @@ def _figures(findings: Findings) -> "list[tuple[str, str, Figure, str, str]]":
             (
                 "front",
                 "Latency and throughput",
-                front_figure(choices, reports[0]),
+                front_figure(choices, reports[0], findings.measured),
                 "Batches that no other beats in both.",
-                _curve_csv([point for choice in choices for point in choice.front]),
+                _curve_csv(
+                    [point for choice in choices for point in choice.front], findings.measured
+                ),
             ),
         ]
     return found

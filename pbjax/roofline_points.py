@@ -281,6 +281,11 @@ class Roofline:
         """Dense layers, attention and the rest."""
         return grouped(self.points, "kind")
 
+    def measured_s(self, point: Point) -> float | None:
+        """Device seconds of a group; None if it was not measured."""
+        groups = self.measured.groups if self.measured else {}
+        return groups.get(f"{point.stage}/{point.name}")
+
     @property
     def dtype(self) -> str:
         """The dtype in which most contractions are done."""
@@ -324,6 +329,7 @@ class Roofline:
             "groups": [
                 {"stage": point.stage, "kind": point.kind, "dtype": point.dtype}
                 | Total(name=point.name, points=(point,)).row()
+                | {"measured_s": self.measured_s(point)}
                 for point in self.points
             ],
             "memory": {**asdict(self.memory), "peak_bytes": self.memory.peak_bytes},

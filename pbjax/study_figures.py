@@ -124,12 +124,15 @@ def _dress_curves(panels: "Sequence[Axes]") -> None:
     panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
-def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
-    """Latency against throughput: the batches that no other beats, and the chosen one.
+def front_figure(
+    choices: Sequence[Choice], report: Roofline, measured: Sequence[SizePoint] = ()
+) -> "Figure":
+    """Latency against throughput: the batches that no other beats, the chosen one, the limit.
 
     Args:
       choices: Of the phases of one model.
       report: Any report of it.
+      measured: Points that were measured; those at another length are left out.
     """
     figure = empty_figure(5.2 * len(choices), 4.4)
     panels = figure.subplots(1, len(choices), squeeze=False)[0]
@@ -150,8 +153,19 @@ def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
             linestyle="",
             label=f"chosen: batch {chosen.batch_size:,}",
         )
-        right = x[-1] * max(2.2, (x[-1] / x[0]) ** 0.15)  # room for the last name
-        limits = {"xlim": (x[0] / 1.4, right), "ylim": (min(y) / 2, 2 * max(y))}
+        key = chosen.phase, chosen.seq_len
+        _draw_measured_front(axes, [m for m in measured if (m.phase, m.seq_len) == key])
+        if choice.latency_s is not None:
+            limit = 1e3 * choice.latency_s
+            named = f"limit: {limit:,.4g} ms"
+            axes.axvline(limit, color="black", linestyle=":", linewidth=1.2, label=named)
+        ends = [x[0], x[-1]] + ([] if choice.latency_s is None else [1e3 * choice.latency_s])
+        wide = max(ends) / min(ends)
+        # Room for the last name.
+        limits = {
+            "xlim": (min(ends) / 1.4, max(ends) * max(2.2, wide**0.22)),
+            "ylim": (min(y) / 2, 2 * max(y)),
+        }
         for point in _named(choice, limits):
             axes.annotate(
                 f"{point.batch_size:,}",
@@ -159,21 +173,38 @@ def front_figure(choices: Sequence[Choice], report: Roofline) -> "Figure":
                 xytext=(7, -11),
                 textcoords="offset points",
                 fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
             )
         axes.set(xscale="log", yscale="log", **limits)
         axes.set(xlabel="a call takes (ms)", ylabel="throughput (tokens/s)")
-        plain_numbers(axes.xaxis, x[-1] / x[0])
+        plain_numbers(axes.xaxis, wide)
         plain_numbers(axes.yaxis, 4 * max(y) / min(y))
         axes.set_title(chosen.phase, fontsize=10, loc="left")
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
         axes.legend(fontsize=8, loc="lower right")
+    found = "predicted (lines) and measured (black)" if measured else "predicted"
     figure.suptitle(
-        f"{report.model} on {report.device.kind}, predicted:\nthe Pareto front, by batch",
+        f"{report.model} on {report.device.kind}, {found}:\nthe Pareto front, by batch",
         x=0.23 / len(choices),
         ha="left",
         fontsize=11,
     )
     return figure
+
+
+def _draw_measured_front(axes: "Axes", points: Sequence[SizePoint]) -> None:
+    if not points:
+        return
+    axes.plot(
+        [1e3 * point.seconds for point in points],
+        [point.tokens_per_s for point in points],
+        marker=PHASE_STYLES[points[0].phase][1],
+        color="black",
+        linestyle="",
+        markersize=4,
+        zorder=5,
+        label="measured",
+    )
 
 
 def _named(choice: Choice, limits: Mapping[str, tuple[float, float]]) -> list[SizePoint]:

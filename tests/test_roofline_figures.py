@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 
@@ -25,6 +26,7 @@ from pbjax.roofline_figures import (
 )
 from pbjax.roofline_html import points_csv
 from pbjax.roofline_pages import Findings, write_figures, write_page
+from pbjax.roofline_points import Measured
 from pbjax.study_figures import front_figure, study_figure
 
 from .shapes import few_layers
@@ -72,6 +74,11 @@ FIGURES = {
         [point for study, _ in curves() for point in study.by_batch[::2]],
     ),
     "front": lambda: front_figure([choice for _, choice in curves()], reports()[0]),
+    "front and limit": lambda: front_figure(
+        [choose_point(study.by_batch, latency_s=0.02) for study, _ in curves()],
+        reports()[0],
+        [point for study, _ in curves() for point in study.by_batch[::2]],
+    ),
 }
 
 
@@ -144,6 +151,22 @@ def test_every_stage_of_weight_is_a_point_of_the_roofline():
                 assert any(label.startswith(f"{report.phase}: {stage.name},") for label in labels)
 
 
+def test_a_front_shows_its_limit_and_names_stay_inside_the_axes():
+    figure = FIGURES["front and limit"]()
+    for axes in figure.axes:
+        labels = axes.get_legend_handles_labels()[1]
+        assert "measured" in labels
+        assert "limit: 20 ms" in labels
+        (line,) = [line for line in axes.lines if line.get_label() == "limit: 20 ms"]
+        assert list(line.get_xdata()) == [20, 20]
+    for name in ("front", "front and limit"):
+        figure = FIGURES[name]()
+        assert list(texts(figure))
+        for axes in figure.axes:
+            edge = axes.get_window_extent().x1
+            assert all(note.get_window_extent().x1 < edge - 2 for note in axes.texts)
+
+
 def test_files_are_what_they_say():
     figure = FIGURES["roofline"]()
     assert png(figure)[:8] == b"\x89PNG\r\n\x1a\n"
@@ -157,6 +180,26 @@ def test_csv_has_every_group():
     assert len(rows) == sum(len(report.points) for report in reports())
     flops = sum(float(row["flops"]) for row in rows)
     assert flops == pytest.approx(sum(report.total.flops for report in reports()))
+    assert {row["measured_seconds"] for row in rows} == {""}
+
+
+def test_csv_has_achieved_rates_of_what_was_measured():
+    report = reports()[0]
+    point = max(report.points, key=lambda point: point.flops)
+    measured = Measured(
+        device_kind=A100.kind,
+        seconds=1e-3,
+        stages={},
+        kinds={},
+        other_s=0.0,
+        calls=1,
+        groups={f"{point.stage}/{point.name}": 2 * point.seconds},
+    )
+    rows = csv.DictReader(io.StringIO(points_csv([replace(report, measured=measured)])))
+    (row,) = [row for row in rows if row["measured_seconds"]]
+    assert row["group"] == point.name
+    half = float(row["attainable_flops_per_s"]) / 2
+    assert float(row["achieved_flops_per_s"]) == pytest.approx(half)
 
 
 class Links(HTMLParser):
@@ -202,8 +245,10 @@ def test_figures_are_written_with_their_data(tmp_path):
     assert [path.name for path in written] == [
         *("roofline.svg", "roofline.png", "roofline.csv"),
         *("shares.svg", "shares.png", "shares.csv"),
+        "report.json",
     ]
-    assert all(path.stat().st_size > 500 for path in written)
+    assert all(path.stat().st_size > 500 for path in written[:-1])
+    assert json.loads(written[-1].read_text()) == dict(findings().document)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
