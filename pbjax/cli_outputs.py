@@ -24,7 +24,7 @@ def check_drawable(figures: Path | None, html: Path | None) -> None:
     if figures is not None or html is not None:
         from pbjax.roofline_figures import empty_figure
 
-        empty_figure(1, 1)
+        empty_figure(1.0, 1.0)
 
 
 def check_outputs(
