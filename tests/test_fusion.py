@@ -1,54 +1,21 @@
 """Fusion of ten models, each written in another way, and of the parts that patterns are made of."""
 
-import re
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
-from jax.extend.core import Literal
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
 from pbjax.errors import FusionError, InputError, InputTypeError
-from pbjax.functional import functional
-from pbjax.fusion import PATTERNS, fuse, hoist, listed, selection_of, verify
-from pbjax.trace import difference, evaluate, trace
+from pbjax.fusion import PATTERNS, fuse, hoist, selection_of, verify
 from tests import networks, user_models
+from tests.fusion_graphs import H200, fused, kernels, run, traced
 from tests.jobs import check_house_form
-from tests.user_models import LENGTHS, PADDING, B, D, F, H, N, S, normal, tokens
-
-H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-
-
-# Running costs nothing here, compiling all.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def traced(model, *inputs, variables=None):
-    seam = functional(model, variables)
-    with use_abstract_mesh(H200), jax.numpy_rank_promotion("allow"):  # as users have it
-        return trace(seam.apply, seam.params, *inputs), jax.tree.leaves(seam.params)
-
-
-def fused(model, *inputs, patterns="all", variables=None):
-    graph, _ = traced(model, *inputs, variables=variables)
-    with use_abstract_mesh(H200):
-        return fuse(graph, patterns)
-
-
-def run(graph, weights, inputs):
-    def program(*values):
-        env = dict(enumerate(values))
-        evaluate(graph.operations, env)
-        return [a.val if isinstance(a, Literal) else env[a] for a in graph.outputs]
-
-    values = [*weights, *map(jnp.asarray, graph.constants), *jax.tree.leaves(inputs)]
-    return jax.jit(program, compiler_options=FAST)(*values)
+from tests.user_models import D, F, normal, tokens
 
 
 @cache
@@ -60,14 +27,10 @@ def case_of(make):
         return case, graph, weights, fuse(graph)
 
 
-def kernels(fusion):
-    return Counter(found.kernel for found in fusion.matches)
-
-
 def test_each_pattern_can_be_switched_off():
-    _, graph, _, fusion = case_of(user_models.nnx_encoder)
+    _, graph, _, fusion = case_of(user_models.bfloat16_llama)
     found = {m.pattern for m in fusion.matches}
-    assert found == {"attention", "gemm", "layer_norm", "qkv"}
+    assert found == {"attention", "gated_gemm", "gemm", "rms_norm", "qkv"}
     with use_abstract_mesh(H200):
         for pattern in found:
             rest = fuse(graph, set(PATTERNS) - {pattern})
@@ -130,36 +93,6 @@ def test_a_match_says_where_it_is():
     assert "LinenDecoder" in kernel.scope
 
 
-def attend(q, k, v, change=lambda scores: scores, axis=-1):
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
-    weights = jax.nn.softmax(change(scores), axis=axis)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-QKV = tuple(normal(i, B, S, N, H) for i in range(3))
-
-
-def softcapped(q, k, v):
-    return attend(q, k, v, lambda scores: 30.0 * jnp.tanh(scores / 30.0))
-
-
-def masked_by_score(q, k, v):
-    return attend(q, k, v, lambda scores: jnp.where(scores > 0.1, scores, -1e9))
-
-
-@pytest.mark.parametrize("shape", [(1, N, 1, S), (B, 1, 1, S)], ids=["heads", "sequences"])
-def test_a_constant_band_over_heads_or_sequences_is_no_causal_mask(shape):
-    rows = jnp.tril(jnp.ones((max(shape[:2]), S), bool)).reshape(shape)
-
-    def model(q, k, v):
-        return attend(q, k, v, lambda scores: jnp.where(rows, scores, -1e9))
-
-    fusion = fused(model, *QKV)
-    assert kernels(fusion) == {"attention(bias)": 1}
-    (got,) = run(fusion.graph, (), QKV)
-    assert_close(got, model(*QKV), reduction=S * H, roundings=4)
-
-
 def test_the_root_of_a_square_is_the_absolute_value():
     gain = normal(5, D)
 
@@ -171,56 +104,10 @@ def test_the_root_of_a_square_is_the_absolute_value():
     verify(fusion)
 
 
-def over_queries(q, k, v):
-    return attend(q, k, v, axis=2)
-
-
-def returning_weights(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v), weights
-
-
-def wide_values(q, k, v):
-    return attend(q, k, jnp.concatenate([v, v], axis=-1))
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (softcapped, "the scores go through tanh"),
-        (masked_by_score, "the mask is a function of the scores, by gt"),
-        (over_queries, "the softmax runs over another axis than the product with the values"),
-        (returning_weights, "the result of its div .* is returned to the user"),
-        (wide_values, "queries have heads of 8 features, values of 16"),
-    ],
-)
-def test_attention_that_the_kernel_cannot_do_is_left_alone_with_the_reason(model, reason):
-    graph, _ = traced(model, *QKV)
-    fusion = fused(model, *QKV)
-    assert fusion.matches == ()
-    assert difference(fusion.graph, graph) is None
-    (miss,) = fusion.misses
-    assert miss.pattern == "attention"
-    assert re.search(reason, miss.reason)
-
-
-def test_the_list_has_equal_misses_once_and_says_where_nothing_was_found():
-    def twice(q, k, v):
-        return softcapped(softcapped(q, k, v), k, v)
-
-    fusion = fused(twice, *QKV)
-    text = str(listed(fusion, len(fusion.graph.operations)))
-    assert "not matched: attention" in text
-    assert ", 2 x: the scores go through tanh" in text
-    assert "leave a match out" not in text
-    assert (
-        str(listed(fused(jnp.tanh, *QKV[:1]), 1)) == "fusion: none: no kernel computes a part of it"
-    )
-
-
 def test_a_pattern_that_is_off_is_not_reported_as_missed():
-    assert fused(softcapped, *QKV).misses
-    assert fused(softcapped, *QKV, patterns={"gemm"}).misses == ()
+    model, x = gated_with_bias, tokens()
+    assert fused(model, x).misses
+    assert fused(model, x, patterns={"attention"}).misses == ()
 
 
 def test_integers_and_empty_values_are_no_patterns():
@@ -228,37 +115,6 @@ def test_integers_and_empty_values_are_no_patterns():
         return x[:, :0] @ jnp.ones((D, D)) + jnp.ones((1, 1, D)), ids @ ids.T + ids[:1]
 
     assert fused(model, tokens(), jnp.ones((D, D), jnp.int32)).matches == ()
-
-
-@pytest.fixture
-def cudnn(monkeypatch):
-    """Lets code that asks for cuDNN be traced where there is none."""
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
-
-
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize(
-    ("options", "kernel"),
-    [
-        ({}, "attention"),
-        ({"is_causal": True}, "attention(causal)"),
-        ({"key_value_seq_lengths": LENGTHS}, "attention(lengths)"),
-        ({"is_causal": True, "local_window_size": 2}, "attention(causal, window)"),
-        ({"mask": PADDING[:, None, None] & jnp.ones((B, N, S, S), bool)}, "attention(bias)"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_what_asks_for_cudnn_is_one_match(options, kernel):
-    def model(q, k, v, implementation="cudnn"):
-        return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
-
-    given = [x.astype(jnp.bfloat16) for x in QKV]
-    fusion = fused(model, *given)
-    assert kernels(fusion) == {kernel: 1}
-    (got,) = run(fusion.graph, (), given)
-    want = model(*(x.astype(jnp.float32) for x in given), implementation="xla")
-    assert_close(got, want, reduction=S * H, roundings=4)
 
 
 @pytest.mark.parametrize("make", [networks.nnx_scan, networks.linen_scan])
@@ -286,12 +142,13 @@ def test_a_gate_that_is_half_of_a_product_is_one_kernel():
     verify(fusion)
 
 
-def test_a_gate_with_a_bias_is_named():
-    def model(x):
-        y = x @ normal(4, D, F) + normal(5, 1, 1, F)
-        return jax.nn.silu(y) * (x @ normal(6, D, F))
+def gated_with_bias(x):
+    y = x @ normal(4, D, F) + normal(5, 1, 1, F)
+    return jax.nn.silu(y) * (x @ normal(6, D, F))
 
-    (miss,) = fused(model, tokens()).misses
+
+def test_a_gate_with_a_bias_is_named():
+    (miss,) = fused(gated_with_bias, tokens()).misses
     assert miss.pattern == "gated_gemm"
     assert "has a bias" in miss.reason
 
@@ -309,11 +166,11 @@ def test_a_kernel_that_computes_something_else_is_found_by_verification():
 
 
 def test_joined_weights_are_made_once():
-    case, graph, weights, fusion = case_of(user_models.nnx_encoder)
+    case, graph, weights, fusion = case_of(user_models.bfloat16_llama)
     hoisted = hoist(fusion.graph)
-    joined = [o for o in hoisted.graph.operations if o.primitive == "concatenate"]
-    assert any(o.primitive == "concatenate" for o in fusion.graph.operations)
-    assert not joined
+    for graph_, number in ((fusion.graph, 1), (hoisted.graph, 0)):
+        joined = [o for o in graph_.operations if o.primitive == "concatenate"]
+        assert sum(len(graph_.avals[o.outputs[0]].shape) == 2 for o in joined) == number
     prepared = hoisted.prepare([*weights, *map(jnp.asarray, graph.constants)])
     model = replace(hoisted.graph, constants=())
     for got, want in zip(
@@ -397,3 +254,41 @@ def test_activations_are_known_by_their_values(name, activation, dtype):
     weights = normal(3, D, D, dtype=dtype)
     fusion = fused(lambda x: activation(x @ weights).astype(dtype), tokens(dtype))
     assert kernels(fusion) == {f"gemm({name})": 1}
+
+
+def in_float32(x):
+    y = jnp.matmul(x, normal(3, D, F, dtype=x.dtype), preferred_element_type=jnp.float32)
+    return y + normal(4, F)
+
+
+def gated_in_float32(x):
+    gate, up = (
+        jnp.matmul(x, normal(seed, D, F, dtype=x.dtype), preferred_element_type=jnp.float32)
+        for seed in (3, 4)
+    )
+    return jax.nn.silu(gate) * up
+
+
+@pytest.mark.parametrize("model", [in_float32, gated_in_float32])
+def test_a_result_that_keeps_more_digits_than_the_kernel_gives_is_left_with_the_reason(model):
+    x = tokens(jnp.bfloat16)
+    fusion = fused(model, x)
+    assert fusion.matches == ()
+    reason = "its result stays float32, which the kernel would round to bfloat16"
+    assert {miss.reason for miss in fusion.misses} == {reason}
+
+    def narrowed(x):
+        return model(x).reshape(-1, F).astype(x.dtype)
+
+    fusion = fused(narrowed, x)
+    assert len(fusion.matches) == 1
+    assert fusion.misses == ()
+    verify(fusion)
+
+
+def test_products_of_one_input_are_not_joined_where_each_would_keep_more_digits():
+    def model(x):
+        weights = (normal(seed, D, D, dtype=x.dtype) for seed in (3, 4))
+        return [jnp.matmul(x, w, preferred_element_type=jnp.float32) for w in weights]
+
+    assert fused(model, tokens(jnp.bfloat16)).matches == ()

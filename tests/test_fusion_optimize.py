@@ -6,6 +6,7 @@ tests check that it did, what it found, and what it does where it must not or ne
 
 from collections import Counter
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ from .test_fusion_families import DATA, IDS, LAYERS
 from .test_models_with_kernels import PALLAS
 from .user_models import D, F, H, K, N, S, hand_rms_norm, normal, tokens, weight
 
-SECONDS = {"plain": 4e-3, "unsplit": 3e-3, "split": 2e-3}
+SECONDS = {"plain": 4e-3, "unsplit": 3e-3, "sequential": 2.5e-3, "split": 2e-3}
 H200 = find_device("NVIDIA H200")
 
 
@@ -70,7 +71,8 @@ def test_a_users_model_runs_with_kernels_whole_and_split(make):
     report = fast.report()
     assert kernels(report) == case.kernels
     assert not report.fusion.misses
-    assert names(fast) == ["plain", "unsplit", "split"]
+    # Where all stages are of one class there is nothing to overlap.
+    assert names(fast) in (["plain", "unsplit", "split"], ["plain", "unsplit", "sequential"])
     assert fast.plan.max_difference is not None
 
 
@@ -110,13 +112,31 @@ def test_a_single_row_and_smaller_buckets_run_with_kernels():
         assert_close(fast(rows), two_layers(rows), reduction=F, roundings=8)
 
 
+class LinenPair(nn.Module):
+    """Two products of one input, which are joined."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sin(nn.Dense(D)(x)) + jnp.tanh(nn.Dense(D)(x))
+
+
+class NnxPair(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs):
+        self.one, self.other = (nnx.Linear(D, D, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return jnp.sin(self.one(x)) + jnp.tanh(self.other(x))
+
+
 def test_other_params_are_prepared_like_the_models_own():
-    case = user_models.linen_decoder()
-    fast = optimized(case.model, *case.inputs, variables=case.variables, split=(2,))
-    assert "qkv" in {kind.name.split(".")[0] for kind in fast.report().fusion.kinds}
-    other = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, case.variables)
-    want = case.model.apply(other, *case.inputs)
-    assert_close(fast.apply(other, *case.inputs), want, reduction=4 * D, roundings=40)
+    model, x = LinenPair(), tokens()
+    variables = model.init(jax.random.key(0), x)
+    fast = optimized(model, x, variables=variables, split=(2,))
+    assert kernels(fast.report()) == {"gemm(2 joined, bias)": 1}
+    other = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, variables)
+    assert_close(fast.apply(other, x), model.apply(other, x), reduction=4 * D, roundings=40)
 
 
 def test_the_model_as_given_is_kept_where_it_is_faster(monkeypatch, tmp_path):
@@ -173,10 +193,10 @@ def test_weights_that_depend_on_the_batch_size_are_no_weights():
 
 
 def test_shapes_in_place_of_weights_are_enough_to_take_a_model_apart():
-    model = nnx.eval_shape(lambda: user_models.NnxEncoder(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: NnxPair(nnx.Rngs(0)))
     found = analyse(model, (tokens(),), device=H200)
     weights = jax.eval_shape(found.prepare, jax.tree.leaves(found.model.params))
-    assert [w.shape for w in weights].count((D, 3 * D)) == 2
+    assert [w.shape for w in weights].count((D, 2 * D)) == 1
 
 
 @pytest.mark.parametrize("left_out", ["rms_norm", "rms_norm.1"])

@@ -1,9 +1,9 @@
 """Attention: the product of a softmax with values, whose scores are a product of queries and keys.
 
 Read backwards from the result: out = weights v, weights = exp(z) / sum(exp(z)), z = a sum of one
-product q k^T and of biases, with masks anywhere between. Whatever all keys of a query share is
-dropped: a softmax does not see it; the maximum that is subtracted is of that kind. How the operands
-are handed to the kernel is in `heads`.
+product q k^T, which may be capped by a tanh, and of biases, with masks anywhere between. Whatever
+all keys of a query share is dropped: a softmax does not see it; the maximum that is subtracted is
+of that kind. How the operands are handed to the kernel is in `heads`.
 """
 
 import math
@@ -66,6 +66,7 @@ def find_attention(reading: Reading, value: int) -> Match | None:
         keys = axes.cut(softmax.keys)
         _check_sums(axes, keys, (weights_at, values_at), at)
         q, k, scale = _queries_and_keys(axes, product, keys)
+        softcap = None if product.cap is None else abs(product.cap)
         biases = [term for term in scores.terms if term is not product]
         _check_masks(reading, [*scores.parts, *biases], product)
         return attention_match(
@@ -75,6 +76,7 @@ def find_attention(reading: Reading, value: int) -> Match | None:
             (scores.parts, biases),
             keys=keys,
             scale=scale,
+            softcap=softcap,
             anchor=reading.position(product.value),
         )
     return None
@@ -127,12 +129,25 @@ def _collect(axes, atom: Atom, layout: Layout, factor: float, keys: Axis, scores
             go_on(inputs[0], numbers[1] if name == "mul" else 1 / numbers[1])
         case "mul" if numbers[0]:
             go_on(inputs[1], numbers[0])
+        case "tanh" if (inner := _uncapped(axes, inputs[0], layout, factor)) is not None:
+            scores.terms.append(inner)
         case "select_n" if hidden is not None:
             at = axes.aligned(layout, inputs[0])
             scores.parts.append(Part(value=inputs[0], layout=at, visible=hidden == 0))
             go_on(inputs[2 - hidden])
         case _:
             scores.terms.append(Term(value=atom, layout=layout, factor=factor))
+
+
+def _uncapped(axes: Axes, atom: Atom, layout: Layout, cap: float) -> Term | None:
+    """The product of queries and keys in cap * tanh(factor / cap * product), and nothing else.
+
+    A tanh sees what a softmax does not: all that is added to the scores of a query.
+    """
+    inner, by = _unscaled(axes, atom, axes.aligned(layout, atom), narrowing=True)
+    if not _is_product(axes.reading, inner.value):
+        return None
+    return Term(value=inner.value, layout=inner.layout, factor=cap * by, cap=cap)
 
 
 def _hidden_case(numbers: Sequence[float | None], factor: float) -> int | None:
@@ -209,10 +224,12 @@ def _queries_and_keys(axes: Axes, product: Term, keys: Axis) -> tuple[Side, Side
     return q, k, scale
 
 
-def _unscaled(axes: Axes, atom: Atom, layout: Layout) -> tuple[Side, float]:
+def _unscaled(
+    axes: Axes, atom: Atom, layout: Layout, *, narrowing: bool = False
+) -> tuple[Side, float]:
     reading, factor = axes.reading, 1.0
     while True:
-        atom, layout = axes.pull(atom, layout)
+        atom, layout = axes.pull(atom, layout, narrowing=narrowing)
         name = reading.primitive(atom)
         if name not in ("mul", "div"):
             return Side(atom, layout), factor

@@ -12,10 +12,10 @@ from pbjax.fusion.gemms import find_gated, find_gemm
 from pbjax.fusion.joining import find_joint
 from pbjax.fusion.loops import body_of, with_body
 from pbjax.fusion.norms import find_norm
-from pbjax.fusion.reading import Reading
+from pbjax.fusion.reading import VIEWS, Reading
 from pbjax.fusion.rewriting import Match, Mismatch, Miss, rewrite, structure
 from pbjax.fusion.selection import Patterns, Selection, selection_of
-from pbjax.trace import Graph, describe
+from pbjax.trace import Atom, Graph, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +178,27 @@ class _Search:
         return self.reading.is_float(value) and 0 not in self.reading.shape(value)
 
     def join(self) -> None:
-        """Joins what is left of products of one input."""
+        """Joins what is left of products of one input.
+
+        But for products that attention alone reads: a kernel reads whole arrays, and to cut them
+        out of a joined product takes what joining saves. A rotation in between makes that pass
+        anyway.
+        """
+        attended = {
+            self._seen_whole(read.value)
+            for found in self.matches
+            if found.pattern == "attention"
+            for read in found.operands
+        }
         for found in tuple(find_joint(self.reading, self.is_free)):
-            if not found.replaced & self._taken:
+            if not found.replaced & self._taken and not attended.issuperset(found.outputs):
                 self._take(found)
+
+    def _seen_whole(self, value: Atom) -> Atom:
+        """What a value is a view of."""
+        while self.reading.primitive(value) in VIEWS:
+            (value,) = self.reading.operation(value).inputs
+        return value
 
     def _take(self, found: Match) -> None:
         """Notes a match and what nobody reads any more, such as queries that were scaled before."""

@@ -203,6 +203,7 @@ def _match(axes: Axes, value, layout, linear, residual, activation, scale) -> Ma
         anchors=[linear.dot],
         operands=[*product_operands(axes, linear), *(operand(a) for a, _ in extra)],
         outputs=(value,),
+        gives=reading.dtype(linear.x[0]),
         function=function,
     )
 
@@ -301,5 +302,6 @@ def _gated(axes: Axes, value, layout, pair, activation) -> Match:
         anchors=[gate.dot, up.dot],
         operands=[x, w, operand(up.w[0], w.spread)],
         outputs=(value,),
+        gives=axes.reading.dtype(gate.x[0]),
         function=function,
     )

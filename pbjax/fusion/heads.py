@@ -17,7 +17,16 @@ import numpy as np
 from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
-from pbjax.fusion.masks import Keys, Part, Term, read_keys, read_slopes, whole_bias
+from pbjax.fusion.masks import (
+    Keys,
+    Part,
+    Term,
+    by_key,
+    key_bias,
+    read_keys,
+    read_slopes,
+    whole_bias,
+)
 from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
 from pbjax.trace import Atom
 
@@ -56,13 +65,25 @@ class _Call:
     heads: Heads
     keys: Keys
     scale: float
+    softcap: float | None
     slopes: np.ndarray | None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the kernel's operands and result."""
+        dtypes = (self.axes.reading.dtype(side.value) for side in self.qkv)
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+    @property
+    def by_key(self) -> tuple[bool, ...]:
+        """Which of the biases and masks go into a number for each key."""
+        return by_key(self.axes, self.keys, self.heads.batch, self.heads.keys)
 
     @property
     def decodes(self) -> bool:
         """Whether it is one token for each sequence over a cache."""
         keys, axes = self.keys, self.axes
-        plain = not (keys.causal or keys.terms or keys.parts or self.slopes is not None)
+        plain = not (keys.causal or keys.remaining or self.slopes is not None)
         return plain and keys.lengths is not None and axes.size(self.heads.queries) == 1
 
     @property
@@ -74,8 +95,10 @@ class _Call:
             "window": keys.window,
             "lengths": keys.lengths,
             "grouped": bool(heads.group and heads.kv_heads),
+            "softcap": self.softcap is not None,
             "alibi": self.slopes,
-            "bias": bool(keys.terms or keys.parts),
+            "bias": not all(self.by_key),
+            "key_bias": any(self.by_key),
         }
         return named("decode_attention" if self.decodes else "attention", parts)
 
@@ -86,13 +109,13 @@ class _Call:
         if self.keys.lengths is not None:
             spread = float(max(self.axes.size(self.heads.keys) - 1, 1))
             found.append(operand(self.keys.lengths[0], spread))
-        return found + [operand(x.value) for x in (*self.keys.terms, *self.keys.parts)]
+        return found + [operand(x.value) for x in self.keys.remaining]
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array]:
         """Runs the kernel on the operands and arranges its result as the program has it."""
         axes, heads, keys = self.axes, self.heads, self.keys
         reading = axes.reading
-        dtype = min((reading.dtype(side.value) for side in self.qkv), key=lambda d: d.itemsize)
+        dtype = self.dtype
         of_keys = (heads.batch, heads.keys, heads.kv_heads)
         of_queries = (heads.batch, heads.queries, heads.heads)
         over = axes.cut(tuple(i for i in labels_of(self.qkv[0].layout) if i in self._summed()))
@@ -106,12 +129,9 @@ class _Call:
             _, layout, more = keys.lengths
             lengths = axes.arrange(others.pop(0), layout, (heads.batch,)).astype(jnp.int32) + more
         if lengths is not None and self.decodes:
-            out = decode_attention(q, k, v, lengths, scale=self.scale)
+            out = decode_attention(q, k, v, lengths, scale=self.scale, softcap=self.softcap)
         else:
-            bias = None
-            if others:
-                scores = (heads.batch, heads.heads, heads.queries, heads.keys)
-                bias = whole_bias(axes, others, keys, scores, dtype)
+            bias, of_keys = self._biases(others)
             out = attention(
                 q,
                 k,
@@ -121,11 +141,26 @@ class _Call:
                 lengths=lengths,
                 query_starts=jnp.full(len(q), keys.start, jnp.int32) if keys.start else None,
                 alibi_slopes=None if self.slopes is None else jnp.asarray(self.slopes),
-                bias=bias,
                 scale=self.scale,
+                softcap=self.softcap,
+                bias=bias,
+                key_bias=of_keys,
             )
         out = axes.arrange(out, (*of_queries, heads.features), self.out[1])
         return (out.astype(reading.dtype(self.out[0])),)
+
+    def _biases(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+        """The masks and biases that remain, of whole size and for each key."""
+        axes, heads, whole, of_keys = self.axes, self.heads, None, None
+        given = list(zip(self.by_key, self.keys.remaining, arrays, strict=True))
+        if not all(self.by_key):
+            scores = (heads.batch, heads.heads, heads.queries, heads.keys)
+            others = [(x, array) for alone, x, array in given if not alone]
+            whole = whole_bias(axes, others, scores, self.dtype)
+        if any(self.by_key):
+            alone = [(x, array) for alone, x, array in given if alone]
+            of_keys = key_bias(axes, alone, (heads.batch, heads.keys))
+        return whole, of_keys
 
     def _summed(self) -> set[int]:
         q, k = (set(self.axes.cut(labels_of(side.layout))) for side in self.qkv[:2])
@@ -140,6 +175,7 @@ def attention_match(
     *,
     keys: Axis,
     scale: float,
+    softcap: float | None,
     anchor: int,
 ) -> Match:
     """Makes the match of an attention.
@@ -151,6 +187,7 @@ def attention_match(
       masks: Masks and biases.
       keys: The labels of the keys' positions.
       scale: Of the scores.
+      softcap: Bound of the scaled scores; None if there is none.
       anchor: Position of the product of queries and keys.
 
     Raises:
@@ -162,7 +199,14 @@ def attention_match(
     heads = _sorted(axes, out[1], (q, k, v), seen, axes.cut(keys))
     slopes = _take_slopes(axes, seen, heads)
     call = _Call(
-        axes=axes, out=out, qkv=(q, k, v), heads=heads, keys=seen, scale=scale, slopes=slopes
+        axes=axes,
+        out=out,
+        qkv=(q, k, v),
+        heads=heads,
+        keys=seen,
+        scale=scale,
+        softcap=softcap,
+        slopes=slopes,
     )
     return match(
         axes.reading,
@@ -171,6 +215,7 @@ def attention_match(
         anchors=[anchor],
         operands=call.operands,
         outputs=out[:1],
+        gives=call.dtype,
         function=lambda *arrays: call(*arrays),
     )
 

@@ -91,6 +91,7 @@ def _joined(reading: Reading, parts: Sequence[_Part]) -> Match:
         anchors=[part.linear.dot for part in parts],
         operands=operands,
         outputs=[part.value for part in parts],
+        gives=reading.dtype(first.linear.x[0]),
         function=function,
     )
 

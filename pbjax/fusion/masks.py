@@ -2,7 +2,8 @@
 
 Masks and biases that depend on no input are computed and looked at, so that it does not matter how
 they were written: causal, windowed, ALiBi. A comparison of key positions with one number for each
-sequence gives key lengths. What remains is a bias of whole size, exact but read from memory.
+sequence gives key lengths. What remains is a bias, exact but read from memory: of one number a key
+where neither queries nor heads enter it, as for padding, else of whole size.
 """
 
 import functools
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
 from pbjax.fusion.constants import Known, known
@@ -23,6 +25,8 @@ NEVER = -1e4
 # What stands for "does not count" in a bias: added to a score it leaves no trace of it, as the
 # lowest finite number does, and it is finite in bfloat16.
 HIDDEN = -1e30
+# A number for a key that the kernel still takes as one.
+LOWEST = -1e29
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 _NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
@@ -53,11 +57,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """factor * value, added to the scores."""
+    """factor * value, or cap * tanh(factor / cap * value), added to the scores."""
 
     value: Atom
     layout: Layout
     factor: float
+    cap: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +86,11 @@ class Keys:
     lengths: tuple[Atom, Layout, int] | None = None
     parts: list[Part] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> tuple[Term | Part, ...]:
+        """Biases and masks that remain."""
+        return (*self.terms, *self.parts)
 
 
 def read_keys(
@@ -270,27 +280,65 @@ def read_slopes(axes: Axes, term: Term, order: Layout, *, causal: bool) -> np.nd
     return slopes if np.all(slopes >= 0) and np.all(same | ~visible) else None
 
 
-def whole_bias(axes: Axes, arrays, keys: Keys, wanted: Layout, dtype) -> jnp.ndarray:
-    """The masks and biases that remain, as one bias in the layout of the kernel.
+def by_key(axes: Axes, keys: Keys, batch: Axis, positions: Axis) -> tuple[bool, ...]:
+    """Which of the biases and masks that remain go into a number for each key.
+
+    Those that neither queries nor heads enter, unless a bias of whole size is needed for each
+    sequence all the same: then that takes them too.
 
     Args:
       axes: The labels of the match.
-      arrays: Of the terms, then of the parts.
       keys: Says what remains.
+      batch: The labels of the sequences.
+      positions: Those of the keys.
+    """
+    labels = [set(axes.cut(labels_of(x.layout))) for x in keys.remaining]
+    alone = tuple(found <= {*batch, *positions} for found in labels)
+    whole = set().union(*(x for x, of_key in zip(labels, alone, strict=True) if not of_key))
+    return tuple(of_key and not whole & set(batch) for of_key in alone)
+
+
+def key_bias(axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Layout) -> Array:
+    """Masks and biases as one number for each key of each sequence; -inf where none is seen.
+
+    Hidden is what lies far below another key of its sequence. So the keys of a sequence that a
+    model hides altogether count alike, as they do in the model.
+
+    Args:
+      axes: The labels of the match.
+      given: Masks and biases with their arrays.
+      wanted: The layout (B, S).
+    """
+    total = jnp.maximum(_added(axes, given, wanted), LOWEST)
+    highest = jnp.max(total, axis=1, keepdims=True)
+    return jnp.where(total >= highest + NEVER, total, -jnp.inf)
+
+
+def whole_bias(
+    axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Layout, dtype
+) -> Array:
+    """Masks and biases as one bias in the layout of the kernel.
+
+    Args:
+      axes: The labels of the match.
+      given: Masks and biases with their arrays.
       wanted: The layout (B, N, T, S).
       dtype: Of the queries.
     """
-    labels = {
-        i for x in (*keys.terms, *keys.parts) for axis in axes.current(x.layout) for i in axis
-    }
+    labels = {i for x, _ in given for i in labels_of(axes.current(x.layout))}
     if not labels & set(wanted[0]):
         wanted = ((), *wanted[1:])
     lowest = max(HIDDEN, float(jnp.finfo(dtype).min) / 2)
-    arrays, summands = list(arrays), []
-    for term in keys.terms:
-        array = axes.arrange(arrays.pop(0), term.layout, wanted)
-        summands.append(array.astype(jnp.float32) * term.factor)
-    for part in keys.parts:
-        array = axes.arrange(arrays.pop(0), part.layout, wanted)
-        summands.append(jnp.where(part.counts(array), jnp.float32(0.0), lowest))
-    return jnp.maximum(functools.reduce(operator.add, summands), lowest).astype(dtype)
+    return jnp.maximum(_added(axes, given, wanted), lowest).astype(dtype)
+
+
+def _added(axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Layout) -> Array:
+    """The sum of masks and biases in f32."""
+
+    def one(x: Term | Part, array: Array) -> Array:
+        array = axes.arrange(array, x.layout, wanted)
+        if isinstance(x, Term):
+            return array.astype(jnp.float32) * x.factor
+        return jnp.where(x.counts(array), jnp.float32(0.0), HIDDEN)
+
+    return functools.reduce(operator.add, (one(x, array) for x, array in given))

@@ -111,6 +111,7 @@ def match(
     operands: Sequence[Operand],
     outputs: Sequence[int],
     function: Callable[..., Sequence[Array]],
+    gives: np.dtype | None = None,
 ) -> Match:
     """Makes a match of what lies between operands and outputs.
 
@@ -123,10 +124,16 @@ def match(
       operands: See `Match`; repeated ones are read once.
       outputs: See `Match`.
       function: Called with an array for each operand.
+      gives: The dtype that the kernel rounds its results to; None if that of the outputs.
 
     Raises:
-      Mismatch: Something in between is read elsewhere or returned, or read by itself.
+      Mismatch: Something in between is read elsewhere or returned, or read by itself; or an output
+        keeps more digits than the kernel gives.
     """
+    wide = {reading.dtype(value) for value in outputs if _is_wider(reading.dtype(value), gives)}
+    if wide:
+        what = f"its result stays {wide.pop()}, which the kernel would round to {gives}"
+        raise Mismatch(what, anchors, pattern)
     operations = _between(reading, {o.value for o in operands}, outputs)
     if not set(anchors) <= set(operations):
         raise Mismatch("what it is added to is itself", anchors, pattern)
@@ -148,6 +155,10 @@ def match(
         operations=operations,
         replaced=replaced,
     )
+
+
+def _is_wider(dtype: np.dtype, gives: np.dtype | None) -> bool:
+    return gives is not None and dtype.itemsize > gives.itemsize
 
 
 def named(kernel: str, parts: Mapping[str | None, object]) -> str:
