@@ -20,11 +20,12 @@ import typer
 
 from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
-from pbjax.cli_inference import classify, embed, generate, transcribe
+from pbjax.cli_inference import ENCODERS, classify, embed, encodes_text, generate, transcribe
 from pbjax.cli_outputs import check_outputs, write_outputs
 from pbjax.cli_roofline import roofline
 from pbjax.cli_search import profile as profile_command
 from pbjax.cli_search import search as search_command
+from pbjax.cli_subject import find_folder
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 from pbjax.files import check_writable
 
@@ -147,6 +148,9 @@ def optimize(
         from pbjax.search import search
 
         sentences = text.read_sentences(texts, rows)
+        shape = find_folder(model, "optimize", encodes_text, ENCODERS)
+        _check_length(seq, shape.config.max_seq_len)
+        tokenizer = models.load_tokenizer(model)
         start = time.perf_counter()
         encoder = models.load(
             model,
@@ -157,7 +161,7 @@ def optimize(
         )
         load_s = time.perf_counter() - start
         say(f"weights loaded and checked in {load_s:.1f} s")
-        encoded = text.encode(models.load_tokenizer(model), sentences, seq)
+        encoded = text.encode(tokenizer, sentences, seq)
         inputs = (encoded.input_ids, encoded.attention_mask)
         choice = None
         if rows is None:
@@ -193,6 +197,13 @@ def optimize(
             print(json.dumps(document))
         elif save_plan is not None:
             print(f"plan written to {save_plan}")
+
+
+def _check_length(seq: int, longest: int) -> None:
+    if seq > longest:
+        raise InputError(
+            f"--seq {seq}: the model has {longest} positions; 1 to {longest} are allowed; lower it"
+        )
 
 
 def _sizes(split: str | None) -> tuple[int, ...] | None:

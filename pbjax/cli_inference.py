@@ -8,12 +8,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.cli_subject import Shape, find_folder
 from pbjax.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,10 +28,31 @@ if TYPE_CHECKING:
 MB = 1_000_000
 # Numbers of an embedding that a line of text shows.
 SHOWN = 4
+ENCODERS = "a text encoder, such as a BERT,"
 
 Folder = Annotated[Path, typer.Argument(help="A Hugging Face folder, or one of pbjax convert.")]
 Dtype = Annotated[str | None, typer.Option(help="Of weights and activations.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def continues_text(shape: Shape) -> bool:
+    """Whether it is a decoder with its head."""
+    return "decode" in shape.phases
+
+
+def encodes_text(shape: Shape) -> bool:
+    """Whether it is an encoder of texts."""
+    return hasattr(shape.module, "packed_hidden_state")
+
+
+def classifies_images(shape: Shape) -> bool:
+    """Whether it takes images and has a classification head."""
+    return hasattr(shape.config, "image_size") and bool(shape.config.num_labels)
+
+
+def writes_speech(shape: Shape) -> bool:
+    """Whether it has a CTC head."""
+    return hasattr(shape.config, "blank_id") and bool(shape.config.vocab_size)
 
 
 def generate(
@@ -58,18 +81,14 @@ def generate(
 ) -> None:
     """Continue texts by a GPT-2, BLOOM or LLaMA; one prompt is printed as it grows."""
     models = import_module("models")
+    shape = find_folder(model, "generate", continues_text, "a GPT-2, BLOOM or LLaMA with its head")
     tokenizer = models.load_tokenizer(model)
-    stop_tokens = models.load_stop_tokens(model)
-    start = time.perf_counter()
-    decoder = _load(model, dtype)
     from pbjax.compile_clock import CompileClock
     from pbjax.generation import stream
 
-    print(f"weights loaded in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    start = time.perf_counter()
-    tokens = stream(
-        decoder,
-        prompt,
+    asked = partial(
+        stream,
+        prompts=prompt,
         max_new_tokens=max_new_tokens,
         tokenizer=tokenizer,
         temperature=temperature,
@@ -78,9 +97,15 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
-        stop_tokens=stop_tokens,
+        stop_tokens=models.load_stop_tokens(model),
         stop_strings=stop or (),
     )
+    asked(shape.module)  # It refuses what is wrong before the weights are read.
+    start = time.perf_counter()
+    decoder = _load(model, dtype)
+    print(f"weights loaded in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    start = time.perf_counter()
+    tokens = asked(decoder)
     show = len(prompt) == 1 and not as_json
     with CompileClock() as clock:
         times = Times(start, clock)
@@ -173,6 +198,7 @@ def embed(
     from pbjax.texts import read_sentences
 
     sentences = read_sentences(texts, None) if texts is not None else list(text or ())
+    find_folder(model, "embed", encodes_text, ENCODERS)
     tokenizer = import_module("models").load_tokenizer(model)
     encoder = _load(model, dtype)
     vectors = _embed(encoder, tokenizer, sentences)
@@ -194,20 +220,17 @@ def classify(
 ) -> None:
     """Tell what is on images by a Vision Transformer with a classification head."""
     models = import_module("models")
+    shape = find_folder(model, "classify", classifies_images, "a ViT with a classification head")
     settings, labels = models.load_preprocessor(model), models.load_labels(model)
-    network = _load(model, dtype)
-    channels = getattr(network.config, "num_channels", None)
-    if channels is None or not network.config.num_labels:
-        raise InputError(
-            f"classify({model}): a {type(network).__name__} without classes for images; a ViT with "
-            "a classification head is needed; use such a checkpoint"
-        )
     from pbjax.images import read_image
 
+    channels = shape.config.num_channels
     pixels = [read_image(p, settings, num_channels=channels, name=str(model)) for p in image]
     import numpy as np
 
-    scores = _run(network, np.concatenate(pixels)).logits
+    batch = np.concatenate(pixels)
+    _trace(shape.module, batch)
+    scores = _run(_load(model, dtype), batch).logits
     ranked = [_best_classes(row, labels, top) for row in np.asarray(scores, np.float64)]
     if as_json:
         found = zip(image, ranked, strict=True)
@@ -228,22 +251,18 @@ def transcribe(
 ) -> None:
     """Write down speech by a wav2vec2-conformer, Parakeet or LASR with a CTC head, greedily."""
     models = import_module("models")
+    shape = find_folder(model, "transcribe", writes_speech, "a model of speech with a CTC head")
     settings, vocabulary = models.load_preprocessor(model), models.load_vocabulary(model)
     from pbjax import audio
     from pbjax.preprocessor import whole
 
     rate = whole(settings, "sampling_rate", 16000, str(model))
     samples = [audio.read_wav(path, rate) for path in wav]
-    network = _load(model, dtype)
-    blank = getattr(network.config, "blank_id", None)
-    if blank is None or not network.config.vocab_size:
-        raise InputError(
-            f"transcribe({model}): a {type(network).__name__} without a CTC head; a model that "
-            "writes down speech is needed; use such a checkpoint"
-        )
-    found = []
-    for path, values in zip(wav, samples, strict=True):
-        features = audio.extract_features(values, settings, str(model))
+    inputs = [audio.extract_features(values, settings, str(model)) for values in samples]
+    for features in inputs:
+        _trace(shape.module, features)
+    network, blank, found = _load(model, dtype), shape.config.blank_id, []
+    for path, values, features in zip(wav, samples, inputs, strict=True):
         scores = _run(network, features).logits
         text = vocabulary.decode(audio.ctc_greedy(_numpy(scores)[0], blank))
         found.append({"file": str(path), "seconds": len(values) / rate, "text": text})
@@ -264,6 +283,16 @@ def _load(folder: Path, dtype: str | None):
             dtype,
             progress=lambda done, total: progress("load", done // MB, total // MB, "MB"),
         )
+
+
+def _trace(module, *inputs) -> None:
+    """Has a model without weights refuse inputs that it cannot take."""
+    import jax
+
+    from pbjax.functional import functional
+
+    function = functional(module)
+    jax.eval_shape(function.apply, function.params, *inputs)
 
 
 def _run(model, *inputs):

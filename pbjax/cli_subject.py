@@ -1,7 +1,7 @@
 """A model on a device as the commands ask about it: its predicted and its measured reports."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +26,10 @@ class Shape(Protocol):
     @property
     def config(self) -> Any:
         """Its sizes."""
+
+    @property
+    def module(self) -> Any:
+        """The module, of shapes and dtypes or with weights."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -138,6 +142,28 @@ def find_subject(
     shape = import_module("models.presets").find_shape(model, dtype, layers)
     name = Path(model).name if layers is None else f"{Path(model).name}, {layers} layers"
     return Subject(name=name, shape=shape, device=device, attention=attention)
+
+
+def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed: str) -> Shape:
+    """The model of a folder without its weights: what is of no use is refused before they are read.
+
+    Args:
+      folder: A Hugging Face folder, or one of `pbjax convert`.
+      asked: The command, for the message.
+      fits: Whether the command can do anything with a model.
+      allowed: Models of which that is so, for the message.
+
+    Raises:
+      InputError: It is another model.
+      CheckpointError: The folder has no configuration, or one that is not supported.
+    """
+    shape = import_module("models.presets").find_shape(str(folder.absolute()))
+    if not fits(shape):
+        raise InputError(
+            f"{asked}({folder}): a {type(shape.module).__name__}; {allowed} is allowed; give the "
+            "folder of such a model"
+        )
+    return shape
 
 
 def measured_reports(

@@ -133,6 +133,20 @@ def test_too_few_sentences_are_refused(folder, sentences):
     assert "4 sentences; 5 are needed" in check_error(result, 2)
 
 
+def test_a_decoder_is_refused_before_its_weights_are_read(sentences, folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        source = folder if name == "tokenizer.json" else DATA.parent / "gpt2"
+        shutil.copyfile(source / name, tmp_path / name)
+    line = check_error(embed(tmp_path, sentences), 2)
+    assert f"optimize({tmp_path}): a GPT2Model; a text encoder, such as a BERT, is allowed" in line
+
+
+def test_a_length_beyond_the_model_s_positions_is_refused(folder, sentences):
+    options = ("--texts", sentences, "--batch", 4, "--seq", 100_000)
+    line = check_error(invoke("optimize", folder, *options), 2)
+    assert re.search(r"--seq 100000: the model has \d+ positions; 1 to \d+ are allowed", line)
+
+
 def test_missing_texts_are_refused(folder, tmp_path):
     check_error(embed(folder, tmp_path / "none.txt"), 2)
 

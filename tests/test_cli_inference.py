@@ -187,6 +187,31 @@ def test_generate_needs_a_tokenizer(folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "given", "found"),
+    [
+        ("generate", "bert", ("--prompt", PROMPT), "a BertModel; a GPT-2, BLOOM or LLaMA"),
+        ("generate", "vit", ("--prompt", PROMPT), "a ViTModel; a GPT-2, BLOOM or LLaMA"),
+        ("embed", "gpt2", ("--text", PROMPT), "a GPT2Model; a text encoder"),
+        ("embed", "conformer", ("--text", PROMPT), "a Wav2Vec2Conformer.*; a text encoder"),
+        ("classify", "llama", ("a.png",), "a LlamaModel; a ViT with a classification head"),
+        ("transcribe", "vit", ("a.wav",), "a ViTModel; a model of speech with a CTC head"),
+    ],
+)
+def test_another_model_is_refused_before_its_weights_are_read(folder, command, name, given, found):
+    path = folder(name)
+    (path / "model.safetensors").unlink()
+    line = refused(command, path, *given)
+    assert re.search(rf"{command}\(.*\): {found}.* is allowed; give the folder", line)
+
+
+def test_options_are_refused_before_the_weights_are_read(folder):
+    path = folder("llama")
+    (path / "model.safetensors").unlink()
+    options = ("--prompt", PROMPT, "--temperature", -1)
+    assert "temperature=-1.0" in refused("generate", path, *options)
+
+
 # embed
 
 
@@ -259,7 +284,7 @@ def test_classify_refuses_in_one_line(folder, picture, speech, tmp_path):
     assert "[batch, 3, 20, 20] is needed" in refused("classify", path, picture)
     for name in ("vit_features", "bert"):
         path = folder(name, size=0, preprocessor_config={"size": 12})
-        assert "without classes for images" in refused("classify", path, picture)
+        assert "a ViT with a classification head is allowed" in refused("classify", path, picture)
 
 
 # transcribe
@@ -313,7 +338,9 @@ def test_transcribe_refuses_in_one_line(folder, speech, picture):
     path = folder("parakeet", size=13, preprocessor_config=whisper)
     assert "type is 'WhisperFeatureExtractor'" in refused("transcribe", path, speech)
     path = folder("bert", preprocessor_config=WAV2VEC2)
-    assert "without a CTC head" in refused("transcribe", path, speech)
+    assert "a BertModel; a model of speech with a CTC head is allowed" in refused(
+        "transcribe", path, speech
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "embed", "classify", "transcribe"])
