@@ -136,7 +136,8 @@ def roofline(
     texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):
-        texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in reports}
+        compared = [report for report in reports if report.measured]
+        texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in compared}
         document["checks"] = checks_rows(reports)
     if save_measured is not None:
         keep_measured(ran, seq, save_measured)
