@@ -12,6 +12,15 @@ _CURVE = (
     *("ms", "tokens/s", "dense FLOP/B", "TFLOP/s", "attention FLOP/B", "TFLOP/s", "memory"),
     "",
 )
+# The docstrings of `roofline_formulas` derive them.
+_DENSE = "FLOP/B in closed form: a dense layer of k x n 2 r k n / (e (r k + k n + r n)), "
+_LETTERS = "; b rows, s tokens, width h, e bytes a number, G query heads for a key-value head"
+_CLOSED_FORMS = {
+    "prefill": f"{_DENSE}the output projection 2 r h / (e (2 r + h)), r = b s; fused attention "
+    f"2 s / (e (1 + 1/G)), whatever b{_LETTERS}",
+    "decode": f"{_DENSE}the output projection 2 r h / (e (2 r + h)), r = b; fused attention "
+    f"2 s G / (e (s + G)), whatever b{_LETTERS}",
+}
 
 
 def study_text(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
@@ -74,6 +83,7 @@ def _conclusions(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
         f"throughput over the batch {turn_text(study.by_batch, 'batch_size', 'rows')}; over the "
         f"length it {turn_text(study.by_seq, 'seq_len', 'tokens')}",
         "the Pareto front of latency and throughput is every batch that is not marked as beaten",
+        _CLOSED_FORMS[study.phase],
     ]
     return "\n".join(line for text in lines for line in wrapped(text))
 

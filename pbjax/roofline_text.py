@@ -52,9 +52,10 @@ def _table(report: Roofline) -> str:
             lines += [_row(f"  {group.name}", group, whole) for group in groups]
     lines += ["-" * len(_HEAD), _row("total", report.total, whole, repeats="")]
     legend = (
-        "class: what takes longest; MEMORY is bound by its bytes, TENSOR and CUDA by arithmetic"
+        "class: what takes longest; MEMORY is bound by its bytes, TENSOR and CUDA by arithmetic",
+        "x: how often a call runs it; MB: moved, by what they hold; TFLOP/s: what is attainable",
     )
-    return "\n".join([*lines, legend])
+    return "\n".join([*lines, *legend])
 
 
 def _row(name: str, total: Total, whole_s: float, repeats: str | None = None) -> str:
