@@ -227,7 +227,7 @@ def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = No
     Raises:
       CheckpointError: It is neither, or its configuration is not supported.
     """
-    canonical_dtype(dtype, f"roofline({source})")
+    canonical_dtype(dtype, f"{source}")
     if source in PRESETS:
         model_type, constructor = PRESETS[source]
         family = _family(model_type)

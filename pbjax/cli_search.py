@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +109,7 @@ def search(
     target = find_device(device)  # before what takes longer
     check_writable("--save-plan", save_plan)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
-    path = table or _shipped(target, asked.name)
+    path = table or _shipped(target, asked)
     measured = _table(path, target)
     analysis = asked.in_shapes(target)
     outline = _measured_outline(asked, analysis, measured, path)
@@ -142,11 +143,13 @@ def _this_device(wanted: str | None) -> "Device":
     return here
 
 
-def _shipped(device: "Device", name: str) -> Path:
+def _shipped(device: "Device", asked: "ForwardPass") -> Path:
     from pbjax.profiling import find_profile, find_profiles
 
+    name = asked.name
     path = find_profile(device.slug, name)
     if path is None:
+        import_module("models.presets").find_shape(asked.model, asked.dtype)  # if it is a model
         there = ", ".join(each.stem for each in find_profiles(device.slug)) or "no model"
         raise InputError(
             f"pbjax search --device {device.slug} --model {name}: no table of this model ships "
@@ -189,16 +192,19 @@ def _measured_outline(
     outline, missing = analysis.outline, _unknown(analysis.outline, known)
     if missing and batch < largest:
         outline = replace(asked, batch_size=largest).in_shapes(analysis.device).outline
+    if _unknown(outline, known):
+        length = "" if asked.length is None else f" at a length of {asked.length}"
+        raise InputError(
+            f"pbjax search --model {asked.model}: in {asked.dtype}{length} its stages "
+            f"{', '.join(missing)} are not in the table {path}, which is of "
+            f"{_kinds(table)}; every stage must have been measured; ask for what is there by "
+            f"--dtype and --seq, or measure on the device: {command}"
+        )
+    if outline is not analysis.outline:
         print(
             f"{asked.name}: cut into stages as at a batch of {largest}, where the table was made; "
             f"at {batch} it would be cut otherwise",
             file=sys.stderr,
-        )
-    if _unknown(outline, known):
-        raise InputError(
-            f"pbjax search: the table {path} has no rows of {', '.join(missing)} as they are at a "
-            f"batch of {batch}; every stage must have been measured, at this length and dtype; "
-            f"measure them on the device: {command}"
         )
     reached = min(table.curve(stage).sizes[-1] for stage in outline.stages)
     if batch > reached:
@@ -211,6 +217,13 @@ def _measured_outline(
 
 def _unknown(outline: "Outline", known: Collection[str]) -> list[str]:
     return [stage.name for stage in outline.stages if stage.fingerprint not in known]
+
+
+def _kinds(table: "Profile") -> str:
+    """What its rows were measured on, such as "bfloat16 rows of 384 x 768"."""
+    kinds = {(row.dtype, row.shape) for row in table.rows}
+    found = [f"{dtype} rows of {' x '.join(map(str, shape))}" for dtype, shape in sorted(kinds)]
+    return " and ".join(found) or "no stage"
 
 
 def _profile_text(document: dict[str, Any], command: str) -> str:

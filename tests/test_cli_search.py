@@ -213,8 +213,25 @@ def test_batch_at_which_the_model_is_cut_otherwise_takes_the_tables_stages():
 
 def test_other_length_than_the_table_is_refused_with_what_to_run(folder, table):
     line = refused(2, *asked(folder, table, seq=10))
-    assert "no rows of" in line
+    assert "in float32 at a length of 10 its stages" in line
+    assert "float32 rows of 12 x 32" in line
     assert "--seq 10" in line
+
+
+def test_a_dtype_that_was_not_measured_is_refused_with_what_the_table_is_of():
+    line = refused(
+        2, "search", "--device", "h200", "--model", "bert-base", "--batch", 8, "--dtype", "float32"
+    )
+    assert "in float32 at a length of 384 its stages" in line
+    assert "which is of bfloat16 rows of 384 x 768;" in line
+
+
+def test_a_model_that_there_is_not_is_unknown_and_one_without_a_table_is_known():
+    options = ("--device", "h200", "--batch", 8)
+    line = refused(2, "search", "--model", "foo", *options)
+    assert "foo: no such folder or preset; presets are bert-base," in line
+    line = refused(2, "search", "--model", "bert-large", *options)
+    assert "no table of this model ships for this device; there are tables of bert-base," in line
 
 
 def test_missing_and_corrupt_tables_are_refused(folder, tmp_path):
