@@ -14,11 +14,11 @@ from pbjax.analysis import Analysis, whole_batch
 from pbjax.errors import FusionError, InputError, VerificationError
 from pbjax.step import Pieces, StateLayout
 from pbjax.step_ways import WovenWay
-from pbjax.timing import Timing, summary
+from pbjax.timing import Timing, calls_to_queue, summary
 from pbjax.verification import allowed_difference, error_and_magnitude
 from pbjax.woven import WovenProgram
 
-ROUNDS, CALLS = 7, 8
+ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,18 +280,22 @@ class Runner:
           steps: The programs.
           progress: Called as progress(done, total, item).
         """
+        calls = [calls_to_queue(self._sample(step, 1)) for step in steps]
         times: list[list[float]] = [[] for _ in steps]
         for done in range(ROUNDS):
             progress(done, ROUNDS, "rounds")
-            for step, found in zip(steps, times, strict=True):
-                outputs, pieces = jax.block_until_ready(self.call(step, self.start(step)))
-                start = time.perf_counter()
-                for _ in range(CALLS):
-                    outputs, pieces = self.call(step, pieces)
-                jax.block_until_ready((outputs, pieces))
-                found.append((time.perf_counter() - start) / CALLS)
-                del outputs, pieces
+            for step, count, found in zip(steps, calls, times, strict=True):
+                found.append(self._sample(step, count))
         return [Timed(step=s, seconds=tuple(t)) for s, t in zip(steps, times, strict=True)]
+
+    def _sample(self, step: StepProgram, calls: int) -> float:
+        """Seconds of one of several calls that are queued, after one that is not counted."""
+        outputs, pieces = jax.block_until_ready(self.call(step, self.start(step)))
+        start = time.perf_counter()
+        for _ in range(calls):
+            outputs, pieces = self.call(step, pieces)
+        jax.block_until_ready((outputs, pieces))
+        return (time.perf_counter() - start) / calls
 
     def _steady(self, layout: StateLayout, pieces: Pieces) -> Pieces:
         places = [i for i, x in enumerate(pieces[0]) if jnp.issubdtype(x.dtype, jnp.integer)]

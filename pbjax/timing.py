@@ -63,7 +63,7 @@ def time_alternately(
     """
     for function in functions:
         jax.block_until_ready(function())
-    calls = [_calls_to_queue(_sample(function, (), 1)) for function in functions]
+    calls = [calls_to_queue(_sample(function, (), 1)) for function in functions]
     seconds: list[list[float]] = [[] for _ in functions]
     for done in range(samples):
         progress(done, samples, "rounds")
@@ -120,7 +120,8 @@ def _calls_within(seconds: float, call: Callable) -> int:
     return max(1, int(seconds / max(_sample(call, (), SAMPLES), CLOCK_TICK_S)))
 
 
-def _calls_to_queue(seconds_per_call: float) -> int:
+def calls_to_queue(seconds_per_call: float) -> int:
+    """How many calls of a whole program make a sample: on a GPU of a long run, at its clock."""
     calls = _calls_per_sample(seconds_per_call)
     if not on_gpu():
         return calls
