@@ -76,6 +76,11 @@ class Job:
         return ForwardPass(model=self.model, batch_size=BATCHES[self.model])
 
     @property
+    def part(self) -> str:
+        """For what is printed."""
+        return "the whole model" if self.share is None else f"share {self.share} of its table"
+
+    @property
     def sizes(self) -> set[int]:
         """The sub-batches of its share, and the whole batch."""
         sizes = grid(BATCHES[self.model])
@@ -88,6 +93,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--out", type=new_folder, required=True, help="folder of the tables")
     parser.add_argument("--programs", type=new_file, help="JSON of predicted and measured seconds")
+    parser.add_argument("--ready-within", type=float, default=200, help="seconds for compiling")
     args = parser.parse_args()
     start, meter = time.time(), Meter()
     jobs = [
@@ -95,21 +101,23 @@ def main() -> None:
         for name in args.models
         for share in (*range(PROCESSES.get(name, 1)), *((None,) if args.programs else ()))
     ]
-    outlines, programs = {}, {}
-    for job, result in run(prepare, measure, jobs, len(jobs), quiet=True):
+    outlines, programs, incomplete = {}, {}, set()
+    limits = {"quiet": True, "prepare_within_s": args.ready_within}
+    for job, result in run(prepare, measure, jobs, len(jobs), **limits):
         if isinstance(result, str):
-            print(f"{job.model}, {'program' if job.share is None else 'table'}: {result}")
+            text, incomplete = result, incomplete | {job.model}
         elif job.share is None:
             programs[job.model] = result | meter.between(*result.pop("between"))
+            text = f"{milliseconds(result['median_s'])} ms a call"
         else:
             outlines[job.model], text = result
-            print(f"{job.model:12} {text}", flush=True)
+        print(f"{job.model}, {job.part}: {text}", flush=True)
     meter.stop()
-    print(f"{len(outlines)} tables, {time.time() - start:.0f} s")
+    print(f"{len(outlines.keys() - incomplete)} tables, {time.time() - start:.0f} s")
     lines = [
         compare(job, outlines[job.model], programs[job.model])
         for job in jobs
-        if job.share is None and job.model in outlines and job.model in programs
+        if job.share is None and job.model not in incomplete
     ]
     if lines:
         write(args.programs, lines)
@@ -128,8 +136,7 @@ def prepare(job: Job):
         command = job.asked.command(device)
         table = prepare_table(analysis, leaves, job.table, phases, command, sizes=job.sizes)
         ready = phases, table
-    what = "the whole model" if job.share is None else f"share {job.share} of its table"
-    print(f"{job.model}: {what} compiled after {time.time() - job.start:.0f} s", flush=True)
+    print(f"{job.model}, {job.part}: ready after {time.time() - job.start:.0f} s", flush=True)
     return ready
 
 

@@ -31,7 +31,7 @@ def launch(name, start_us, duration_us, pid=1, tid=20):
         "ts": start_us,
         "dur": duration_us,
         "name": name,
-        "args": {"correlation_id": "7"},
+        "args": {"correlation_id": "7", "hlo_module": "jit_step", "hlo_op": "command_buffer_1"},
     }
 
 
@@ -64,6 +64,12 @@ def test_kernels_are_the_events_of_the_gpus_streams_by_their_starts(tmp_path):
     assert (gemm.name, norm.name) == (GEMM, NORM)
     assert gemm.start_s == pytest.approx(1e-4)
     assert norm.end_s == pytest.approx(1.7e-4)
+    assert gemm.program == norm.program == "jit_step"
+
+
+def test_kernel_of_which_the_trace_names_no_program_has_none():
+    events = [{**event, "args": {}} if event.get("name") == GEMM else event for event in EVENTS]
+    assert [kernel.program for kernel in kernels_of(events)] == ["", "jit_step"]
 
 
 def test_overlap_of_known_kernels():

@@ -1,6 +1,7 @@
 """The tolerance rule itself, and the choice of an implementation."""
 
 import importlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,22 @@ def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch, qui
     pool = importlib.import_module("kernel_cases.pool")
     found = dict(pool.run(square, describe, [1, 2, 3], workers=2, quiet=quiet))
     assert found == {1: "1: 1", 2: "2: 4", 3: "ValueError: three"}
+
+
+def hang(x):
+    if x == 2:
+        time.sleep(60)
+    return x
+
+
+def test_worker_that_is_not_ready_in_time_says_where_it_is_and_the_others_go_on(monkeypatch, capfd):
+    monkeypatch.syspath_prepend("scripts")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    pool = importlib.import_module("kernel_cases.pool")
+    found = dict(pool.run(hang, describe, [1, 2, 3], workers=3, quiet=True, prepare_within_s=1.0))
+    assert found.pop(2).startswith("its process ended before it was ready")
+    assert found == {1: "1: 1", 3: "3: 3"}
+    assert "in hang" in capfd.readouterr().err
 
 
 def refuse():

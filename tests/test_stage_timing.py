@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import use_abstract_mesh
 
+from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
 from pbjax import stage_timing
 from pbjax.analysis import analyse
@@ -15,6 +17,7 @@ from pbjax.profiling import Timing
 from pbjax.stage_timing import StageTimer
 from pbjax.timing import SAMPLES
 
+from .kernel_decoder import H200, B, decode_step, inputs
 from .networks import NETWORKS
 
 
@@ -179,3 +182,44 @@ def test_programs_carry_the_names_that_their_kernels_are_found_by(companies):
     modules = {name: call.func.as_text().split(",")[0] for name, call in jobs.items()}
     assert modules == {name: f"HloModule {name}" for name in jobs}
     assert company.func.as_text().split(",")[0] not in modules.values()
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """Counts what is exported."""
+    seen, real = [], stage_timing.export.export
+
+    def count(function, **options):
+        seen.append(function)
+        return real(function, **options)
+
+    monkeypatch.setattr(stage_timing.export, "export", count)
+    return seen
+
+
+def test_kernels_are_lowered_once_for_all_jobs_of_their_stage(companies, exports):
+    with use_abstract_mesh(H200):
+        analysis = analyse(decode_step, inputs(B), device=find_device("NVIDIA H200"))
+    leaves = jax.tree.leaves(inputs(B))
+    timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
+    runs = [Run(stage=stage, batch_size=B) for stage in analysis.outline.stages]
+    timer.prepare([*((run,) for run in runs), (runs[0], runs[-1])])
+    with_kernels = [
+        stage
+        for stage, _ in stage_timing._stages(analysis.program_at(B)).values()
+        if any(operation.primitive == PRIMITIVE for operation in stage.operations)
+    ]
+    assert len(exports) == len(with_kernels) > 0
+    timer(runs[0])
+    ((company, jobs),) = companies
+    alone = {run.stage.name: call() for run, call in zip(runs, jobs.values(), strict=False)}
+    for stage, results in zip(analysis.program_at(B).stages, company(), strict=True):
+        for a, b in zip(alone[stage.name][0], results, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("primitive", ["pure_callback", "dot_product_attention_fwd_wrapper"])
+def test_stage_with_what_may_not_move_is_lowered_in_place(primitive):
+    assert stage_timing._can_export({"reshape", PRIMITIVE})
+    assert not stage_timing._can_export({"reshape", PRIMITIVE, primitive})
+    assert not stage_timing._can_export({"reshape"})

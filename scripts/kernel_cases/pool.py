@@ -1,5 +1,6 @@
 """Worker processes that compile at the same time and use the GPU one after the other."""
 
+import faulthandler
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ def run(
     workers: int,
     *,
     quiet: bool,
+    prepare_within_s: float | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """Yields (item, result) as they come; a result is an exception's text where one was raised.
 
@@ -37,48 +39,65 @@ def run(
       workers: Number of processes.
       quiet: Prepare every item before the first is measured, so that nothing compiles or autotunes
         beside a measurement. Without it an item is measured as soon as it is ready.
+      prepare_within_s: A quiet worker that takes longer prints where its threads are, and ends: its
+        items have a line of text as their results, and the others go on. None waits for ever.
 
     Yields:
       Each item with its result.
 
     Raises:
-      SystemExit: A worker died.
+      SystemExit: A worker died while others measured, or might have.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     context = multiprocessing.get_context("spawn")
     workers = min(workers, len(items))
-    barrier = context.Barrier(workers) if quiet else None
+    shares = [items[i::workers] for i in range(workers)]
+    go = context.Event() if quiet else None
     lock, queue = context.Lock(), context.Queue()
     processes = [
         context.Process(
-            target=_work, args=(prepare, measure, items[i::workers], barrier, lock, queue)
+            target=_work, args=(prepare, measure, i, share, go, lock, queue, prepare_within_s)
         )
-        for i in range(workers)
+        for i, share in enumerate(shares)
     ]
     for process in processes:
         process.start()
-    left = len(items)
+    left, preparing, lost = len(items), set(range(workers if quiet else 0)), set()
     while left:
+        if go is not None and not preparing:
+            go.set()
         try:
-            item, result = queue.get(timeout=5)
+            found = queue.get(timeout=5)
         except Empty:
             # A worker that has done its share ends with 0 while the others still compile.
-            if any(process.exitcode for process in processes):
+            dead = {i for i, process in enumerate(processes) if process.exitcode} - lost
+            if dead - preparing:
                 for process in processes:
                     process.terminate()
                 raise SystemExit("a worker process died; its output is above") from None
+            preparing, lost = preparing - dead, lost | dead
+            for item in (item for i in dead for item in shares[i]):
+                left -= 1
+                yield item, "its process ended before it was ready; its output is above"
+            continue
+        if isinstance(found, int):
+            preparing.discard(found)
             continue
         left -= 1
-        yield item, result
+        yield found
     for process in processes:
         process.join()
 
 
-def _work(prepare, measure, items, barrier, lock, queue) -> None:
+def _work(prepare, measure, index, items, go, lock, queue, prepare_within_s) -> None:
     prepared = ((item, _attempt(prepare, item)) for item in items)
-    if barrier is not None:
+    if go is not None:
+        if prepare_within_s is not None:
+            faulthandler.dump_traceback_later(prepare_within_s, exit=True)
         prepared = list(prepared)
-        barrier.wait()
+        faulthandler.cancel_dump_traceback_later()
+        queue.put(index)
+        go.wait()
     for item, ready in prepared:
         if isinstance(ready, str):
             queue.put((item, ready))
