@@ -8,13 +8,13 @@ Which sizes to visit is decided in `search`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations, product
 
 from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.meetings import measured_budgets
-from pbjax.memory import MemoryPredictor
+from pbjax.memory import predicted_bytes
 from pbjax.outline import Outline
 from pbjax.profile_table import Profile
 from pbjax.schedule import MAX_SUB_BATCHES, Split, check_staggers
@@ -113,7 +113,7 @@ class Candidates:
       visit_cost: Predictions and bounds that visiting sizes takes at least.
       evaluations: Predictions of one split with one choice of staggers and budgets.
       bounds: Sizes of which all staggers were bounded at once, counted for each choice of budgets.
-      over: By sizes, the staggers under which they were found to be over the memory limit.
+      dropped: Candidates over the memory limit.
       found: Sizes that were predicted, with the best way known to run them.
     """
 
@@ -131,9 +131,7 @@ class Candidates:
         evaluator = self.evaluator = self._evaluators[0]
         self.batch_size = batch_size
         self.options = options
-        self.evaluations = self.bounds = 0
-        self.over: dict[Sizes, set[Staggers]] = {}
-        self._memory = MemoryPredictor(outline)
+        self.evaluations = self.bounds = self.dropped = 0
         self.found: dict[Sizes, _Found] = {}
         self.smallest = evaluator.smallest_size
         most = options.max_sub_batches
@@ -173,7 +171,7 @@ class Candidates:
 
     def predict_all(self, sizes: Sizes) -> None:
         """Predicts these sizes with every choice of staggers and budgets."""
-        for staggers in filter(self._fits(sizes), self.choices[len(sizes)]):
+        for staggers in self._allowed(sizes):
             for number in self._numbers(sizes):
                 self._predict(sizes, (number, staggers))
 
@@ -219,7 +217,7 @@ class Candidates:
 
     def refusal(self) -> MemoryBudgetError:
         """Says that nothing is within the memory limit."""
-        needed = self._memory.bytes((self.batch_size,), (0,))
+        needed = predicted_bytes(self.evaluator.outline, (self.batch_size,), (0,))
         return MemoryBudgetError(
             f"search(batch_size={self.batch_size}): {needed} bytes are needed unsplit, and too "
             f"many however it is split; {self.options.memory_limit_bytes} bytes are allowed; lower "
@@ -236,19 +234,20 @@ class Candidates:
     def _in_two(self, total: int, low: int) -> Iterator[Sizes]:
         return ((total - size, size) for size in range(low, total // 2 + 1))
 
-    def _fits(self, sizes: Sizes) -> Callable[[Staggers], bool]:
-        """Says of staggers whether these sizes are within the memory limit under them."""
-        limit = self.options.memory_limit_bytes
+    def _allowed(self, sizes: Sizes) -> list[Staggers]:
+        """The staggers under which these sizes are within the memory limit."""
+        limit, choices = self.options.memory_limit_bytes, self.choices[len(sizes)]
         if limit is None:
-            return lambda staggers: True
-        within, over = self._memory.within(sizes, limit), self.over.setdefault(sizes, set())
-
-        def fits(staggers: Staggers) -> bool:
-            if staggers not in over and not within(staggers):
-                over.add(staggers)
-            return staggers not in over
-
-        return fits
+            return choices
+        # All that matters is whether there are any staggers: one of each kind tells of the others.
+        outline, none = self.evaluator.outline, (0,) * len(sizes)
+        in_turns = predicted_bytes(outline, sizes, none) <= limit
+        together = predicted_bytes(outline, sizes, (*none[1:], 1)) <= limit
+        if in_turns and together:
+            return choices
+        allowed = [each for each in choices if (together if any(each) else in_turns)]
+        self.dropped += len(choices) - len(allowed)
+        return allowed
 
     def _numbers(self, sizes: Sizes) -> list[int]:
         """The budgets under which these sizes were measured, by their numbers."""
@@ -262,8 +261,8 @@ class Candidates:
         numbers, choices = self._numbers(sizes), self.choices[len(sizes)]
         # A bound on one choice is worth less than its prediction.
         if len(choices) * len(numbers) == 1:
-            fits = self._fits(sizes)(choices[0])
-            return self._predict(sizes, (numbers[0], choices[0])) if fits else math.inf
+            ways = [(numbers[0], staggers) for staggers in self._allowed(sizes)]
+            return min((self._predict(sizes, way) for way in ways), default=math.inf)
         if self._useful:
             evaluators = [self._evaluators[i] for i in numbers]
             self.bounds += sum(not each.saves_nothing for each in evaluators)
@@ -282,21 +281,20 @@ class Candidates:
         return value
 
     def _promising(self, sizes: Sizes) -> Iterator[tuple[int, _Way]]:
-        """The ways within the memory limit, with a bound on their rounded makespan, least first."""
-        fits, choices = self._fits(sizes), self.choices[len(sizes)]
+        """All allowed ways with a bound on their rounded makespan, the least first."""
+        allowed = self._allowed(sizes)
         alone = sum([self.evaluator.chain_seconds(size) for size in sizes])
         if len(sizes) == 1 or not self._useful:
             rounded = self._rounded(alone)
-            yield from ((rounded, (0, staggers)) for staggers in filter(fits, choices))
+            yield from ((rounded, (0, staggers)) for staggers in allowed)
             return
         saved = []
         for number in self._numbers(sizes):
-            each = _most_saved(self._evaluators[number], sizes, choices)
+            each = _most_saved(self._evaluators[number], sizes, allowed)
             saved += [(-most, number, i) for i, most in enumerate(each)]
-        # One by one: most callers stop after a few, and what they do not ask for is not checked.
+        # One by one: most callers stop after a few.
         for less, number, i in sorted(saved):
-            if fits(choices[i]):
-                yield self._rounded(alone + less), (number, choices[i])
+            yield self._rounded(alone + less), (number, allowed[i])
 
     def _bound(self, sizes: Sizes, evaluator: Evaluator) -> float:
         chain, totals = evaluator.chain_seconds, evaluator.pair_totals

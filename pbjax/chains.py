@@ -4,7 +4,7 @@
 which is what decides where a block is worth cutting.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.classify import Label
@@ -86,8 +86,8 @@ def fused_seconds(
 def held_bytes(
     operations: Sequence[Operation],
     sizes: Sequence[int],
-    needed: Iterable[int],
-    given: Iterable[int],
+    needed: Collection[int],
+    given: Collection[int],
 ) -> list[int]:
     """Bytes in memory while each operation runs, with chains of elementwise operations fused.
 
@@ -103,6 +103,8 @@ def held_bytes(
     Returns:
       One figure for each operation.
     """
+    if not operations:
+        return []
     roots = _roots(operations)
     births = {value: 0 for value in given}
     for position, operation in enumerate(operations):
@@ -132,7 +134,7 @@ def _deaths(
     operations: Sequence[Operation],
     roots: Mapping[int, int],
     kept: set[int],
-    needed: Iterable[int],
+    needed: Collection[int],
 ) -> dict[int, int]:
     """The last operation that each value is read by, whether at once or at the end of a chain."""
     last = len(operations) - 1

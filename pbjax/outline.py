@@ -52,6 +52,7 @@ class Outline:
         stacked.
       input_bytes_per_row: Bytes of what a call is given, for one row of the batch.
       output_bytes_per_row: Bytes of what it returns, for one row.
+      carried_bytes_per_row: Bytes that each block hands to the next, for one row.
       waiting_bytes_per_row: Bytes that wait in memory while the blocks run, for one row: for the
         epilogue, or to be read by every block.
     """
@@ -64,6 +65,7 @@ class Outline:
     stacked_weight_bytes: int = 0
     input_bytes_per_row: float = 0.0
     output_bytes_per_row: float = 0.0
+    carried_bytes_per_row: float = 0.0
     waiting_bytes_per_row: float = 0.0
 
     def __post_init__(self):

@@ -45,7 +45,8 @@ def outline(program: Program, probe: Program, batch_size: int) -> Outline:
             return None
         return info(stage, other, outer, _held_at_end(stage, between))
 
-    held = _held_in_block(program, _row_bytes(inner))
+    rows_inside = _row_bytes(inner)
+    held = _held_in_block(program, rows_inside)
     stages = zip(program.stages, probe.stages, held, strict=True)
     return Outline(
         prologue=end(program.prologue, probe.prologue),
@@ -56,7 +57,8 @@ def outline(program: Program, probe: Program, batch_size: int) -> Outline:
         stacked_weight_bytes=sum(nbytes(graph.avals[value]) for value in _stacked(program)),
         input_bytes_per_row=sum(rows[value] for value in graph.inputs) / batch_size,
         output_bytes_per_row=sum(rows[value] for value in outputs) / batch_size,
-        waiting_bytes_per_row=_waiting(program, between, _row_bytes(inner)) / batch_size,
+        carried_bytes_per_row=sum(rows_inside[c.inner] for c in block.carries) / batch_size,
+        waiting_bytes_per_row=_waiting(program, between, rows_inside) / batch_size,
     )
 
 

@@ -63,7 +63,7 @@ class SearchResult:
       evaluations: Predictions of one split with one choice of staggers and budgets.
       bounds: Sizes of which all staggers were bounded at once, before any prediction, counted for
         each choice of budgets.
-      dropped: Sizes with staggers that would have been predicted, but are over the memory limit.
+      dropped: Candidates over the memory limit, not predicted; one may count twice.
       seconds: What the search took.
       trajectory: Where its slides stood, in order.
       policy: How it searched.
@@ -130,7 +130,7 @@ def search(
         by_count=outcome.by_count,
         evaluations=candidates.evaluations,
         bounds=candidates.bounds,
-        dropped=sum(map(len, candidates.over.values())),
+        dropped=candidates.dropped,
         seconds=time.perf_counter() - start,
         trajectory=tuple(trajectory),
         policy=policy,

@@ -12,7 +12,6 @@ from bench_search import SHAPES, program, table
 
 from pbjax.candidates import SearchOptions
 from pbjax.memory import predicted_bytes
-from pbjax.schedule import Split
 from pbjax.search import search
 
 STAGES, BLOCKS, TABLES = 4, 12, 10
@@ -39,8 +38,8 @@ def _rows(batch: int) -> list[dict]:
     outline = program(STAGES, BLOCKS)
     chance = random.Random(0)
     tables = [table(chance, outline, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
-    # A whole batch is over the limit, and so are sub-batches that meet where both hold much.
-    limit = predicted_bytes(outline, Split(sizes=(batch,)), (0,)) * 8 // 10
+    # A whole batch is over the limit, and so are sub-batches that may overlap.
+    limit = predicted_bytes(outline, (batch,), (0,)) * 8 // 10
     ways = {
         "all": SearchOptions(memory_limit_bytes=limit),
         "no decay": SearchOptions(memory_limit_bytes=limit, decay=1e-9),
@@ -68,7 +67,7 @@ def _row(batch: int, name: str, found: dict, limit: int) -> dict:
         for result, least in zip(results, best, strict=True)
     ]
     over = [
-        predicted_bytes(program(STAGES, BLOCKS), r.best.split, r.best.staggers) > limit
+        predicted_bytes(program(STAGES, BLOCKS), r.best.split.sizes, r.best.staggers) > limit
         for r in results
     ]
     return {
