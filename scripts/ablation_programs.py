@@ -27,7 +27,7 @@ from pbjax.profile_rows import measured_size
 from pbjax.schedule import timetable
 from pbjax.timing import time_alternately, traced_kernels
 
-SAMPLES, TRACED_CALLS = 9, 3
+SAMPLES, TRACED_CALLS = 5, 3
 # As the unsplit models run fastest: docs/models_speed.md.
 PLAIN_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 # A product and the attention that its launch carries, of a decode step of LLaMA3-8B at 1,024
