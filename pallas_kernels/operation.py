@@ -15,10 +15,6 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from pallas_kernels.numbering import drop_numbers
-
-drop_numbers()
-
 # Name of the primitive in a traced program. Its parameters are `name`, that of the public function;
 # `kernel`, a `Kernel`; `plain`, a closed jaxpr of the same operands and results; and `arguments`,
 # those of the public function by name, an `Operand` standing for an array.

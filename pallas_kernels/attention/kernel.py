@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,6 +48,7 @@ from pallas_kernels.attention.tile import (
     Problem,
     Tile,
 )
+from pallas_kernels.mosaic import plgpu
 
 
 class Rows(NamedTuple):

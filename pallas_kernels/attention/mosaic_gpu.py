@@ -3,14 +3,21 @@
 Not here: the choice between implementations and the checks of what a caller may pass (api.py).
 """
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import items
-from pallas_kernels.attention.kernel import launch
 from pallas_kernels.attention.places import Given
 from pallas_kernels.attention.tile import ALIGNMENT, NEVER, Problem, Tile, choose_tile
+from pallas_kernels.mosaic import Deferred
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention import kernel
+else:  # Its layouts are Mosaic's.
+    kernel = Deferred("pallas_kernels.attention.kernel")
 
 
 def _pad(x: Array, axis: int, multiple: int) -> Array:
@@ -151,7 +158,7 @@ def attention(
         packed=None,
         dealt=items.deal(problem, tile, sms) if causal else None,
     )
-    return launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
+    return kernel.launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
 
 
 def _by_tiles(
@@ -292,4 +299,4 @@ def _attend_packed(
         packed=items.pack(problem, tile, starts, lengths, keys),
         dealt=None,
     )
-    return launch(problem, tile, given, min(sms, most), interpret)[0, :total, :, :h]
+    return kernel.launch(problem, tile, given, min(sms, most), interpret)[0, :total, :, :h]

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
@@ -20,6 +19,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxtyping import Array, DTypeLike
 
 from pallas_kernels.attention.tile import ROWS
+from pallas_kernels.mosaic import plgpu
 
 MATRIX = plgpu.Layout.WGMMA
 

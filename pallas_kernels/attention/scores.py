@@ -4,13 +4,13 @@ import functools
 import math
 import operator
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.attention.places import Place
 from pallas_kernels.attention.tile import ROWS, Problem, Tile
+from pallas_kernels.mosaic import plgpu
 
 LOG2_E = math.log2(math.e)
 # Start of the running maximum; finite, since exp2(-inf - LOWEST) is 0 and exp2(-inf + inf) is NaN.

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.decode_attention import mosaic_gpu as decode
 from pallas_kernels.gemm.mosaic_gpu import share
+from pallas_kernels.mosaic import plgpu
 
 COLUMNS = 8
 REDUCTION_WORDS = 256  # f32 of scratch for maxima over the four warps: two columns a thread.
@@ -174,7 +174,7 @@ def attend(job: Job, refs: Refs, me, workers: int) -> None:
         part = decode.Part(sequence, head, jnp.int32(0), keys_of(i), jnp.int32(0), tiles)
         slopes = None
         if refs.slopes is not None:
-            slopes = plgpu.load(refs.slopes.at[head], layout=decode.COLUMN, optimized=False)
+            slopes = plgpu.load(refs.slopes.at[head], layout=decode.column(), optimized=False)
 
         def load(acc):
             if job.emulated:
@@ -225,7 +225,10 @@ def attend(job: Job, refs: Refs, me, workers: int) -> None:
                 acc[...] = jnp.zeros_like(acc)
             lowest = jnp.full((COLUMNS,), decode.LOWEST, jnp.float32)
             zero = jnp.zeros((block, COLUMNS), jnp.float32)
-            start = plgpu.layout_cast(lowest, decode.COLUMN), plgpu.layout_cast(zero, decode.MATRIX)
+            start = (
+                plgpu.layout_cast(lowest, decode.column()),
+                plgpu.layout_cast(zero, decode.matrix()),
+            )
             plgpu.barrier_wait(refs.q_full.at[q_slot])
             _, sums, moved = lax.fori_loop(0, tiles, advance, (*start, cursor))
             fetch_queries(i + 2)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -24,6 +23,7 @@ from pallas_kernels.corun import decode_attention
 from pallas_kernels.corun.tiles import WIDE_TILE
 from pallas_kernels.decode_attention.mosaic_gpu import Problem
 from pallas_kernels.gemm import mosaic_gpu as gemm
+from pallas_kernels.mosaic import plgpu
 from pallas_kernels.norm import mosaic_gpu as norm
 
 # Registers of each thread that multiplies, that copies, and of the partner: twice the first and the

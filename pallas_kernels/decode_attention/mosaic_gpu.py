@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic import plgpu
 
 SMEM_BYTES = 232_448
 MAX_COLUMNS = 32
@@ -28,9 +29,6 @@ LOG2_E = math.log2(math.e)
 # Start of the running maximum; finite, since exp2(-inf - LOWEST) is 0 and exp2(-inf + inf) is NaN.
 LOWEST = -1e30
 REDUCTION_WORDS = 512  # f32 of scratch for maxima over the four warps of a consumer
-
-MATRIX = plgpu.Layout.WGMMA
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +141,16 @@ class Part(NamedTuple):
     last: Array
 
 
+def matrix():
+    """How a product lies in the registers of a warpgroup."""
+    return plgpu.Layout.WGMMA
+
+
+def column():
+    """The same of a number for each of its columns."""
+    return plgpu.Layout.WGMMA.reduce(0)
+
+
 def _mod(a: Array, b: int) -> Array:
     return lax.rem(a, jnp.int32(b))
 
@@ -172,8 +180,8 @@ def _reduce_keys(kind: str, x: Array, scratch, interpret: bool) -> Array:
         return x.max(axis=0) if kind == "max" else x.sum(axis=0)
 
     @plgpu.inline_mgpu(
-        arg_types=(MATRIX, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((x.shape[1],), jnp.float32, layout=COLUMN),
+        arg_types=(matrix(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((x.shape[1],), jnp.float32, layout=column()),
     )
     def reduce(_, x, scratch):
         return x.reduce(kind, 0, scratch)
@@ -184,7 +192,7 @@ def _reduce_keys(kind: str, x: Array, scratch, interpret: bool) -> Array:
 def _scores(problem: Problem, tile: Tile, part: Part, products: Array, t: Array, slopes) -> Array:
     """Scaled scores in units of log2, -inf where a key does not count for a column."""
     shape = (tile.block_kv, problem.columns)
-    key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + t * tile.block_kv
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=matrix()) + t * tile.block_kv
     if problem.softcap is None:
         scores = products * (problem.scale * LOG2_E)
     else:
@@ -196,7 +204,7 @@ def _scores(problem: Problem, tile: Tile, part: Part, products: Array, t: Array,
     if problem.num_tokens == 1:
         return jnp.where(key < part.keys, scores, -jnp.inf)
     group = problem.rows // problem.num_tokens
-    token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX), jnp.int32(group))
+    token = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=matrix()), jnp.int32(group))
     visible = jnp.minimum(part.keys - problem.num_tokens + 1 + token, part.keys)
     return jnp.where(key < visible, scores, -jnp.inf)
 
@@ -230,7 +238,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         q_slot = _mod(i, 2)
         slopes = None
         if slopes_g is not None:
-            slopes = plgpu.load(slopes_g.at[part.kv_head], layout=COLUMN, optimized=False)
+            slopes = plgpu.load(slopes_g.at[part.kv_head], layout=column(), optimized=False)
 
         def load(o_ref):
             return o_ref[...] if interpret else plgpu.wgmma_accumulator_load(o_ref, wait_n=None)
@@ -276,8 +284,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
             if interpret:
                 o_ref[...] = jnp.zeros_like(o_ref)
-            m = plgpu.layout_cast(jnp.full((columns,), LOWEST, jnp.float32), COLUMN)
-            sums = plgpu.layout_cast(jnp.zeros((tile.block_kv, columns), jnp.float32), MATRIX)
+            m = plgpu.layout_cast(jnp.full((columns,), LOWEST, jnp.float32), column())
+            sums = plgpu.layout_cast(jnp.zeros((tile.block_kv, columns), jnp.float32), matrix())
             plgpu.barrier_wait(q_full.at[stream * 2 + q_slot])
             m, sums = lax.fori_loop(part.first, part.last, advance, (m, sums))
             total = _reduce_keys("add", sums, reduction_s.at[stream], interpret)

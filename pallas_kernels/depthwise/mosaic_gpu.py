@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
+from pallas_kernels.mosaic import plgpu
 
 CHUNK = 16  # frames that move, and are summed, at a time
 FEATURES = 256  # of a warpgroup: two a thread

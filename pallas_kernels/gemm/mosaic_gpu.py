@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
+from pallas_kernels.mosaic import plgpu
 
 CONSUMERS = 2
 PIECE = 64  # Rows and columns that the epilogue stores at a time: one swizzled row is 128 bytes.

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic import plgpu
 
 SMEM_BYTES = 232_448
 MAX_WIDTH = 16_384
