@@ -161,7 +161,7 @@ def roofline(
         found = tuple(point for _, point in points)
         _write(reports, curves, found, texts, document, (html, figures))
     for report in reports:
-        require_room(report)
+        require_room(subject, report, seq)
 
 
 def _require_owner(option: str, value: object, owner: str, given: bool) -> None:

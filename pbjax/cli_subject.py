@@ -179,7 +179,7 @@ def measured_reports(
     """
     calls = [(phase, batch) for batch in dict.fromkeys(batches) for phase in phases]
     for phase, batch in calls:
-        require_room(subject.report(phase, batch, seq))
+        require_room(subject, subject.report(phase, batch, seq), seq)
     filled = replace(subject, shape=subject.shape.filled())
     return [filled.measured(phase, batch, seq) for phase, batch in calls]
 
@@ -232,14 +232,28 @@ def keep_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> Non
     print(f"written: {path}", file=sys.stderr)
 
 
-def require_room(report: "Roofline") -> None:
-    """Raises MemoryBudgetError unless the device has the memory that a call needs."""
-    if not report.fits:
-        memory = report.memory
-        raise MemoryBudgetError(
-            f"pbjax roofline: {report.phase} at batch {report.items} needs "
-            f"{memory.peak_bytes / 1e9:,.1f} GB ({memory.weight_bytes / 1e9:,.1f} weights, "
-            f"{memory.kv_cache_bytes / 1e9:,.1f} KV cache, {memory.temporary_bytes / 1e9:,.1f} "
-            f"temporaries); {report.device.kind} has {report.device.memory_bytes / 1e9:,.1f} GB; "
-            "lower --batch or --seq, or choose a larger --device"
-        )
+def require_room(subject: Subject, report: "Roofline", seq: int | None) -> None:
+    """Raises MemoryBudgetError unless the device has the memory that a call of a subject needs."""
+    if report.fits:
+        return
+    memory, device, room = report.memory, report.device, _room(subject, report.phase, seq)
+    raise MemoryBudgetError(
+        f"pbjax roofline: {report.phase} at batch {report.items} needs "
+        f"{memory.peak_bytes / 1e9:,.1f} GB ({memory.weight_bytes / 1e9:,.1f} weights, "
+        f"{memory.kv_cache_bytes / 1e9:,.1f} KV cache, {memory.input_bytes / 1e9:,.1f} inputs, "
+        f"{memory.temporary_bytes / 1e9:,.1f} temporaries); {device.kind} has "
+        f"{device.memory_bytes / 1e9:,.1f} GB, {room}; lower --batch or --seq, or choose a larger "
+        "--device"
+    )
+
+
+def _room(subject: Subject, phase: str, seq: int | None) -> str:
+    """How many rows the device has room for."""
+    from pbjax.roofline_batching import BATCH_NODES, largest_batch
+
+    known = {rows: subject.report(phase, rows, seq) for rows in BATCH_NODES}
+    try:
+        most = largest_batch(lambda name, rows, _: subject.report(name, rows, seq), known, phase, 0)
+    except MemoryBudgetError:
+        return "too little for any batch"
+    return f"enough for batch {most:,}"

@@ -125,12 +125,21 @@ def test_bad_input_is_refused_in_one_line(arguments, code, words):
 
 
 def test_a_batch_that_does_not_fit_shows_its_figures():
-    result = run(
-        "llama3-8b", "--device", "l40s", "--phase", "decode", "--batch", 512, "--seq", 1024
-    )
+    asked = ("--layers", 8, "--phase", "decode", "--batch", 2048, "--seq", 1024)
+    result = run("llama3-8b", "--device", "l40s", *asked)
     assert result.exit_code == 1
     assert "DOES NOT FIT" in result.stdout.replace("\n  ", " ")
-    assert "16.1 weights, 68.7 KV cache" in result.stderr
+    assert "5.6 weights, 68.7 KV cache, 0.0 inputs" in result.stderr
+    # 48 GB less 5.6 of weights, at 33.6 MB of cache and 0.26 of what is computed a row.
+    assert "NVIDIA L40S has 48.0 GB, enough for batch 1,253" in result.stderr
+
+
+def test_a_model_that_no_batch_fits_says_so():
+    asked = ("--layers", 24, "--phase", "decode", "--seq", 128, "--dtype", "float32")
+    result = run("llama3-8b", "--device", "rtx-4090", *asked)
+    assert result.exit_code == 1
+    assert "25.1 weights" in result.stderr
+    assert "24.0 GB, too little for any batch" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["save-measured", "figures", "html"])
