@@ -38,7 +38,7 @@ def keep_programs() -> str | None:
       The folder of JAX's cache, or its address; None if there is none.
 
     Raises:
-      FileError: The folder that $PBJAX_CACHE_DIR names cannot be made.
+      FileError: $PBJAX_CACHE_DIR names a folder that cannot be made, or an address.
     """
     config = jax.config
     if not config.jax_enable_compilation_cache:  # pyrefly: ignore[missing-attribute]
@@ -58,6 +58,12 @@ def _folder() -> Path | None:
     named = os.environ.get(VARIABLE, "")
     if named.lower() == OFF or (not named and jax.default_backend() != "gpu"):
         return None
+    if "://" in named:
+        raise FileError(
+            f"{VARIABLE}={named}: an address; a folder of this machine, where XLA's autotuning "
+            f"writes too, or {OFF}, is allowed; give an address to JAX itself by "
+            "JAX_COMPILATION_CACHE_DIR"
+        )
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(named or f"{caches}/pbjax").expanduser().absolute()
     try:

@@ -77,6 +77,15 @@ def test_on_a_gpu_programs_lie_in_the_users_cache_folder(settings, monkeypatch, 
     assert settings.jax_persistent_cache_min_compile_time_secs == 0.0
 
 
+def test_an_address_is_no_folder(settings, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(program_cache.VARIABLE, "gs://bucket/programs")
+    message = r"PBJAX_CACHE_DIR=gs://bucket/programs: an address; .*by JAX_COMPILATION_CACHE_DIR"
+    with pytest.raises(FileError, match=message):
+        keep_programs()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_jax_was_told_is_kept(settings, monkeypatch, tmp_path):
     monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "ours"))
     settings.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
