@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from pbjax.outline import Outline
 
-# What sub-batches that may overlap take over what the fullest stage of each holds: the most that
-# was measured, of BERT-Base (docs/overlap.md, 467 of 283 MB). Compiled for an H200 it is also 1.2.
-TOGETHER = 1.65
+# What sub-batches that may overlap take over what the fullest stage of each holds: measured of
+# BERT-Base it is 1.22, of small models compiled for an H200 0.97 to 1.13 (docs/overlap.md).
+TOGETHER = 1.25
 
 
 def predicted_bytes(outline: Outline, sizes: Sequence[int], staggers: Sequence[int]) -> int:
