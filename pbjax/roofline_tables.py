@@ -143,10 +143,11 @@ def speculation_text(
         f"speculative decoding, {drafted} drafted tokens, {acceptance:.0%} accepted: a draft step "
         "and the check of all\ndrafted tokens over a plain step, and the expected speed-up"
     )
-    last = (
-        f"break-even: gains at every batch up to {found[-1].batch_size:,}"
-        if break_even is None
-        else f"break-even: gains up to batch {break_even:,}"
-    )
+    if break_even is None:
+        last = f"break-even: gains at every batch up to {found[-1].batch_size:,}"
+    elif break_even:
+        last = f"break-even: gains up to batch {break_even:,}"
+    else:
+        last = "break-even: gains at no batch"
     columns = ("batch", "draft step", "check", "speed-up")
     return f"{table_text(title, columns, rows)}\n{last}"

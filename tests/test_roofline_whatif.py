@@ -11,7 +11,9 @@ from pbjax.device import find_device
 from pbjax.errors import InputError
 from pbjax.roofline import roofline_report
 from pbjax.roofline_points import Traffic
+from pbjax.roofline_tables import speculation_text
 from pbjax.roofline_whatif import (
+    Speculation,
     break_even_batch,
     expected_tokens,
     speculate,
@@ -163,3 +165,11 @@ def test_speedup_falls_with_the_batch_and_breaks_even():
     assert break_even_batch(speedup, 1000) == math.floor((expected_tokens(0.8, 4) - 0.4) * 20)
     assert break_even_batch(speedup, 40) is None
     assert break_even_batch(lambda rows: 0.9, 40) == 0
+
+
+@pytest.mark.parametrize(
+    ("even", "words"), [(None, "every batch up to 8"), (5, "up to batch 5"), (0, "at no batch")]
+)
+def test_the_break_even_is_said_in_words(even, words):
+    found = [Speculation(batch_size=8, draft_cost=0.2, verify_cost=1.0, speedup=1.5)]
+    assert words in speculation_text(found, even, drafted=4, acceptance=0.8).splitlines()[-1]
