@@ -24,9 +24,12 @@ from pbjax.profile_rows import (
     nearest,
 )
 
-SCHEMA_VERSION = 1
+type Clock = Literal["burst", "long run"]
+
+# Files of version 1 were measured in samples that end before an H200 lowers its clock.
+CLOCKS: Mapping[int, Clock] = {1: "burst", 2: "long run"}
 REMEDY = (
-    f"a profile of schema_version {SCHEMA_VERSION} is allowed; restore the file, or delete it and "
+    "a profile of schema_version 1 or 2 is allowed; restore the file, or delete it and "
     "measure again (`pbjax optimize --profile`)"
 )
 
@@ -39,11 +42,14 @@ class Profile:
       provenance: Where and how it was measured.
       rows: Seconds of single stages.
       corun: Slowdowns of pairs of stages.
+      clock: Whether seconds are of a long run, as they are measured now, or of a burst at the
+        highest clock.
     """
 
     provenance: Provenance
     rows: tuple[Row, ...] = ()
     corun: tuple[CorunRow, ...] = ()
+    clock: Clock = "long run"
     _curves: Mapping[tuple[str, int], Curve] = field(init=False, repr=False, compare=False)
     _budgets: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _pairs: Mapping[tuple[str, str], tuple[CorunRow, ...]] = field(
@@ -156,7 +162,8 @@ class Profile:
 
         Returns:
           A table with the newer one's provenance, naming every jax version that rows come from;
-          just the other table if this one has no rows.
+          just the other table if this one has no rows. Rows of a burst do not mix with those of a
+          long run: they are left out.
 
         Raises:
           DeviceError: The tables belong to different device kinds.
@@ -170,11 +177,14 @@ class Profile:
                 f"merge: one table is of {kinds[0]!r}, the other of {kinds[1]!r}; seconds of two "
                 "devices do not mix; keep one file for each device"
             )
+        if old.clock != new.clock:
+            return new if new.clock == "long run" else old
         versions = {v for p in (old, new) for v in p.provenance.jax.split(" + ")}
         return Profile(
             provenance=replace(new.provenance, jax=" + ".join(sorted(versions))),
             rows=tuple({row.key: row for row in (*old.rows, *new.rows)}.values()),
             corun=tuple({row.key: row for row in (*old.corun, *new.corun)}.values()),
+            clock=new.clock,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -198,7 +208,12 @@ class Profile:
         """
         file = read_json(Path(path), _File, REMEDY)
         try:
-            return cls(provenance=file.provenance, rows=file.rows, corun=file.corun)
+            return cls(
+                provenance=file.provenance,
+                rows=file.rows,
+                corun=file.corun,
+                clock=CLOCKS[file.schema_version],
+            )
         except InputError as error:
             raise FileError(f"load({os.fspath(path)!r}): {error}; {REMEDY}") from error
 
@@ -213,7 +228,7 @@ class _File:
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     provenance: Provenance
     rows: tuple[Row, ...]
     corun: tuple[CorunRow, ...]
@@ -223,8 +238,9 @@ def _to_json(profile: Profile) -> str:
     def lines(rows: Iterable[Row | CorunRow]) -> str:
         return ",\n  ".join(json.dumps(asdict(row)) for row in rows)
 
+    version = next(version for version, clock in CLOCKS.items() if clock == profile.clock)
     return (
-        f'{{"schema_version": {SCHEMA_VERSION},\n'
+        f'{{"schema_version": {version},\n'
         f' "provenance": {json.dumps(asdict(profile.provenance))},\n'
         f' "rows": [\n  {lines(profile.rows)}],\n'
         f' "corun": [\n  {lines(profile.corun)}]}}\n'

@@ -139,7 +139,7 @@ def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableR
     """What of a profile may be used on this device with this version of jax.
 
     Seconds of another device kind say nothing here and are left out. Those of another version of
-    jax are kept, with a warning. Before rows are added, merge an empty profile with the provenance
+    jax, and those of bursts, are kept, with a warning. Before rows are added, merge an empty profile with the provenance
     of here into the usable one: it then says where all its rows come from.
     """
     provenance = profile.provenance
@@ -154,6 +154,13 @@ def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableR
             profile=profile,
             warning=f"profile: jax differs ({provenance.jax} in the profile, {jax_version} here); "
             "its rows are used; delete the file to measure them again",
+        )
+    if profile.clock == "burst":
+        return UsableRows(
+            profile=profile,
+            warning="profile: its seconds are of bursts, at the highest clock; in a long run an "
+            "H200 takes up to a sixth longer; they are not mixed with seconds that are measured "
+            "now; measure a table anew (`pbjax profile`) for those of a long run",
         )
     return UsableRows(profile=profile, warning=None)
 

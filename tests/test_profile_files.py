@@ -40,6 +40,14 @@ def test_empty_table_reads_back_equal(tmp_path):
     assert Profile.load(tmp_path / "a.json") == profile()
 
 
+@pytest.mark.parametrize(("clock", "version"), [("burst", 1), ("long run", 2)])
+def test_version_says_at_which_clock_a_table_was_measured(tmp_path, clock, version):
+    table = replace(TABLE, clock=clock)
+    table.save(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["schema_version"] == version
+    assert Profile.load(tmp_path / "a.json") == table
+
+
 def edited(tmp_path, edit):
     TABLE.save(tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())
@@ -51,7 +59,7 @@ def edited(tmp_path, edit):
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
-        (lambda d: d.update(schema_version=2), r"schema_version: Input should be 1"),
+        (lambda d: d.update(schema_version=3), r"schema_version: Input should be 1 or 2"),
         (lambda d: d.pop("schema_version"), r"schema_version: Field required"),
         (lambda d: d.pop("rows"), r"rows: Field required"),
         (lambda d: d.update(extra=1), r"extra: "),
@@ -73,7 +81,9 @@ def test_foreign_content_is_refused_with_its_place(tmp_path, edit, place):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b"not json"])
 def test_corrupt_file_is_refused(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(FileError, match=r"a\.json.*schema_version 1 is allowed.*measure again"):
+    with pytest.raises(
+        FileError, match=r"a\.json.*schema_version 1 or 2 is allowed.*measure again"
+    ):
         Profile.load(tmp_path / "a.json")
 
 

@@ -29,6 +29,20 @@ def test_rows_of_another_jax_are_used_with_a_warning():
     assert "\n" not in usable.warning
 
 
+def test_rows_of_bursts_are_kept_with_a_warning():
+    burst = replace(TABLE, clock="burst")
+    usable = usable_rows(burst, "cpu", "0.11.2")
+    assert usable.profile == burst
+    assert "its seconds are of bursts" in usable.warning
+
+
+def test_rows_of_bursts_do_not_mix_with_those_of_a_long_run():
+    burst, empty = replace(TABLE, clock="burst"), replace(TABLE, rows=(), corun=())
+    assert burst.merge(TABLE) == TABLE.merge(burst) == TABLE
+    assert burst.merge(empty) == empty
+    assert burst.merge(burst) == burst
+
+
 def test_rows_completed_here_carry_the_provenance_of_here():
     here = profile(jax="0.12.0", date="2025-06-01")
     other_jax = usable_rows(TABLE, "cpu", "0.12.0").profile.merge(here)
