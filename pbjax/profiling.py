@@ -139,8 +139,9 @@ def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableR
     """What of a profile may be used on this device with this version of jax.
 
     Seconds of another device kind say nothing here and are left out. Those of another version of
-    jax, and those of bursts, are kept, with a warning. Before rows are added, merge an empty profile with the provenance
-    of here into the usable one: it then says where all its rows come from.
+    jax, and those of bursts, are kept, with a warning. Before rows are added, merge an empty
+    profile with the provenance of here into the usable one: it then says where all its rows come
+    from.
     """
     provenance = profile.provenance
     if provenance.device_kind != device_kind:
