@@ -150,6 +150,7 @@ RAGGED = [
     _square("keys that count", 2, 640, 4, 64, key_bias=True),
     _square("keys that count, odd", 3, 333, 4, 64, key_bias=True, lengths=True),
     _square("keys that count, causal", 2, 640, 4, 128, kv_heads=2, causal=True, key_bias=True),
+    _square("keys that count, alibi", 2, 512, 4, 128, causal=True, alibi=True, key_bias=True),
     _square("keys that count, bias", 2, 640, 4, 128, key_bias=True, bias_batch=1),
     _square("softcap", 2, 640, 4, 64, softcap=2.0),
     _square("softcap, odd length, taken as packed", 8, 197, 4, 64, softcap=2.0),

@@ -154,6 +154,8 @@ def choose_tile(problem: Problem) -> Tile:
         if plain and (long if problem.causal else problem.num_queries > 4 * ROWS):
             return three
         return Tile(depth=4, holds=problem.causal and not problem.packed)
+    if problem.head_dim <= 128 and problem.has_alibi and problem.has_key_bias:
+        return Tile(block_kv=64, depth=4)  # Of 128 keys both find no registers.
     if problem.head_dim <= 128 and not has_bias:
         return Tile(holds=problem.causal and problem.packed)
     if problem.head_dim <= 192:
