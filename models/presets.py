@@ -74,12 +74,14 @@ class Call:
       inputs: Shapes and dtypes of its inputs.
       cache: Which of them hold a KV cache.
       tokens: How many tokens of all rows together go in; 0 for images and audio.
+      cached: How many tokens of a row the cache holds with these, in "decode".
     """
 
     function: nnx.Module | Callable
     inputs: tuple[object, ...]
     cache: tuple[int, ...]
     tokens: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,10 @@ class ModelShape:
         ids = jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
         tokens = batch_size * num_tokens
         if phase == "decode":
-            return Call(function=decoder.decode, inputs=(ids, cache), cache=(1,), tokens=tokens)
+            inputs = (ids, cache)
+            return Call(
+                function=decoder.decode, inputs=inputs, cache=(1,), tokens=tokens, cached=length
+            )
         lengths = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
         inputs = (ids, lengths, cache)
         return Call(function=decoder.prefill, inputs=inputs, cache=(2,), tokens=tokens)

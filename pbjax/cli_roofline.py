@@ -13,7 +13,6 @@ from pbjax.cli_outputs import check_drawable
 from pbjax.cli_subject import (
     Peaks,
     Subject,
-    cached_tokens,
     find_figures,
     find_subject,
     keep_measured,
@@ -113,26 +112,22 @@ def roofline(
     _require_owner("--measure-batch", measure_batch or None, "--measure", measure)
     check_writable("--save-measured", save_measured)
     check_drawable(figures, html)
+    from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
+    from pbjax.roofline_text import report_text
+
+    table = None if measured is None else MeasuredTable.load(measured)
     figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
     subject = find_subject(model, figures_of, dtype, attention, layers)
-    subject = replace(subject, kernels=kernels or measure or measured is not None)
+    subject = replace(subject, kernels=kernels or measure or table is not None)
     phases = (phase,) if phase else subject.shape.phases
     if measure:
         ran = measured_reports(subject, phases, (batch, *(measure_batch or ())), seq)
     else:
         ran = [subject.report(name, batch, seq) for name in phases]
     reports = ran[: len(phases)]
-    from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
-    from pbjax.roofline_text import report_text
-
-    if measured is not None:
-        table = MeasuredTable.load(measured)
+    if table is not None:
         # A study has points of its own: its report need not be one of them.
-        held = [cached_tokens(report, seq) for report in reports]
-        reports = [
-            report if study and not table.find(report, cached) else table.attached(report, cached)
-            for report, cached in zip(reports, held, strict=True)
-        ]
+        reports = [r if study and not table.find(r) else table.attached(r) for r in reports]
     texts = {report.phase: report_text(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):
@@ -140,13 +135,13 @@ def roofline(
         texts |= {f"{r.phase}: predicted and measured": checks_text(r) for r in compared}
         document["checks"] = checks_rows(reports)
     if save_measured is not None:
-        keep_measured(ran, seq, save_measured)
+        keep_measured(ran, save_measured)
     curves = [_curves(subject, report, seq, latency_ms) for report in reports] if study else []
     points: list[tuple[SizePoint, SizePoint]] = []
     if study:
         texts |= _study_texts(reports, curves)
         document["studies"] = [s.to_dict() | {"choice": asdict(c)} for s, c in curves]
-        points = measured_points(subject, ran if measure else reports, seq, measured)
+        points = measured_points(subject, ran if measure else reports, seq, table)
     if points:
         texts["measured points"] = points_text(points)
         document["measured_points"] = [asdict(found) for _, found in points]

@@ -14,6 +14,7 @@ from pbjax.errors import InputError, MemoryBudgetError
 if TYPE_CHECKING:
     from pbjax.device import Device
     from pbjax.roofline_batching import SizePoint
+    from pbjax.roofline_checks import MeasuredTable
     from pbjax.roofline_points import Roofline
 
 Peaks = Literal["measured", "datasheet"]
@@ -116,6 +117,7 @@ def _call_report(
         phase=phase,
         items=batch_size,
         tokens=call.tokens,
+        cached=call.cached,
         measure=measure,
     )
 
@@ -139,8 +141,11 @@ def find_subject(
     model: str, device: "Device", dtype: str, attention: str, layers: int | None
 ) -> Subject:
     """A preset or a folder on a device, with all of its layers or as many as are given."""
+    from pbjax.roofline_text import count
+
     shape = import_module("models.presets").find_shape(model, dtype, layers)
-    name = Path(model).name if layers is None else f"{Path(model).name}, {layers} layers"
+    name = Path(model).name
+    name += "" if layers is None else f", {count(layers, 'layer')}"
     return Subject(name=name, shape=shape, device=device, attention=attention)
 
 
@@ -185,31 +190,28 @@ def measured_reports(
 
 
 def measured_points(
-    subject: Subject, reports: "Sequence[Roofline]", seq: int | None, table: Path | None
+    subject: Subject,
+    reports: "Sequence[Roofline]",
+    seq: int | None,
+    table: "MeasuredTable | None",
 ) -> "list[tuple[SizePoint, SizePoint]]":
     """Predicted and measured points: all that a table has, else what was measured now."""
     from pbjax.roofline_batching import size_point
-    from pbjax.roofline_checks import MeasuredTable, measured_point
+    from pbjax.roofline_checks import measured_point
 
     phases = {report.phase for report in reports}
     sizes = [(r, r.items, seq or 0) for r in reports if r.measured is not None]
     if table is not None:
-        known = MeasuredTable.load(table)
-        rows = [r for r in known.rows if r.model == subject.name and r.phase in phases]
+        rows = [r for r in table.rows if r.model == subject.name and r.phase in phases]
         lengths = [row.cached or row.tokens // row.items for row in rows]
         sizes = [
-            (known.attached(subject.report(r.phase, r.items, n), r.cached), r.items, n)
+            (table.attached(subject.report(r.phase, r.items, n)), r.items, n)
             for r, n in zip(rows, lengths, strict=True)
         ]
     return [(size_point(r, b, n), measured_point(r, b, n)) for r, b, n in sizes]
 
 
-def cached_tokens(report: "Roofline", seq: int | None) -> int:
-    """Tokens that the caches of a call hold."""
-    return (seq or 0) if report.phase == "decode" else 0
-
-
-def keep_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> None:
+def keep_measured(reports: "list[Roofline]", path: Path) -> None:
     """Writes what was measured into a table, and names it on stderr."""
     from pbjax.provenance import provenance_here
     from pbjax.roofline_checks import MeasuredTable, Row
@@ -220,7 +222,7 @@ def keep_measured(reports: "list[Roofline]", seq: int | None, path: Path) -> Non
             phase=r.phase,
             items=r.items,
             tokens=r.tokens,
-            cached=cached_tokens(r, seq),
+            cached=r.cached,
             measured=r.measured,
         )
         for r in reports

@@ -50,6 +50,7 @@ def roofline_report(
     phase: str = "forward",
     items: int = 0,
     tokens: int = 0,
+    cached: int = 0,
     measure: bool = False,
     turn: AbstractContextManager[object] | None = None,
 ) -> Roofline:
@@ -70,6 +71,7 @@ def roofline_report(
       phase: Name of what the call does, for the report.
       items: Rows of the batch, for the report; 0 if that means nothing.
       tokens: Tokens that the call takes in, for the report.
+      cached: Tokens that a row's cache holds, for the report.
       measure: Also run the call on the first device of JAX, which `device` must be, and measure
         its stages. Weights and inputs must be arrays then; a KV cache among them is used up.
       turn: With `measure`, entered once all is compiled, for as long as the device is measured: a
@@ -89,7 +91,7 @@ def roofline_report(
     """
     check_type("roofline_report(device)", device, (Device, str), "a pbjax.Device, or its kind,")
     check_type("roofline_report(measure)", measure, (bool,), "True or False")
-    for option, value in {"items": items, "tokens": tokens}.items():
+    for option, value in {"items": items, "tokens": tokens, "cached": cached}.items():
         _check_count(option, whole(f"roofline_report({option})", value))
     if turn is not None:
         check_type("roofline_report(turn)", turn, (AbstractContextManager,), "a context manager")
@@ -122,6 +124,7 @@ def roofline_report(
         attention="fused" if fused else "unfused",
         items=items,
         tokens=tokens,
+        cached=cached,
         unknown=tuple(sorted(counted.unknown)),
         exact=counted.exact,
     )

@@ -118,19 +118,19 @@ class MeasuredTable:
     provenance: Provenance
     rows: tuple[Row, ...]
 
-    def find(self, report: Roofline, cached: int = 0) -> Row | None:
+    def find(self, report: Roofline) -> Row | None:
         """What was measured of the same call on the same kind of device; None if nothing was."""
-        key = report.model, report.phase, report.items, report.tokens, cached
+        key = report.model, report.phase, report.items, report.tokens, report.cached
         rows = {(r.model, r.phase, r.items, r.tokens, r.cached): r for r in self.rows}
         return rows.get(key) if self.provenance.device_kind == report.device.kind else None
 
-    def attached(self, report: Roofline, cached: int = 0) -> Roofline:
+    def attached(self, report: Roofline) -> Roofline:
         """The report with what was measured of the same call.
 
         Raises:
           InputError: It was not measured, or on another kind of device.
         """
-        row = self.find(report, cached)
+        row = self.find(report)
         if row is None:
             known = "; ".join(f"{r.model} {r.phase} at batch {r.items}" for r in self.rows)
             raise InputError(

@@ -249,6 +249,7 @@ class Roofline:
       attention: "fused" if scores never reach memory, else "unfused".
       items: Rows of the batch; 0 if not known.
       tokens: Tokens that a call takes in; 0 if not known.
+      cached: Tokens that a row's cache holds with the new ones; 0 without one, or if not known.
       unknown: Primitives whose cost is not known: they count by their bytes.
       exact: False if a loop's length or a branch is decided only when it runs.
       measured: What it was measured to take; None if it was not.
@@ -262,6 +263,7 @@ class Roofline:
     attention: Literal["fused", "unfused"]
     items: int = 0
     tokens: int = 0
+    cached: int = 0
     unknown: tuple[str, ...] = field(default=())
     exact: bool = True
     measured: Measured | None = None
@@ -313,6 +315,7 @@ class Roofline:
             "phase": self.phase,
             "items": self.items,
             "tokens": self.tokens,
+            "cached": self.cached,
             "attention": self.attention,
             "device": {
                 "kind": device.kind,

@@ -31,6 +31,8 @@ def _title(report: Roofline) -> str:
         sizes.append(f"batch {report.items:,}")
     if report.tokens:
         sizes.append(f"{count(report.tokens, 'token')} in")
+    if report.cached:
+        sizes.append(f"{report.cached:,} cached a row")
     sized = f" ({', '.join(sizes)})" if sizes else ""
     figures = (
         f"predicted for {device.kind}: {_rate(device.contraction_flops_per_s(report.dtype))} of "

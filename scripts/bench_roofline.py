@@ -111,13 +111,14 @@ def measure_case(case, turn: Turn, results) -> None:
             phase=phase,
             items=rows,
             tokens=call.tokens,
+            cached=call.cached,
         )
         row = Row(
             model=title,
             phase=phase,
             items=rows,
             tokens=call.tokens,
-            cached=(tokens or 0) if phase == "decode" else 0,
+            cached=call.cached,
             measured=report.measured,
         )
         if turn.crowded:

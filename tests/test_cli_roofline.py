@@ -24,10 +24,15 @@ def printed(*arguments):
 def test_prefill_and_decode_are_apart():
     text = printed(DATA / "gpt2", "--device", "nvidia-h200", "--batch", 2, "--seq", 12)
     assert "gpt2, prefill (batch 2, 24 tokens in), bfloat16, attention fused" in text
-    assert "gpt2, decode (batch 2, 2 tokens in), bfloat16, attention fused" in text
+    assert "gpt2, decode (batch 2, 2 tokens in, 12 cached a row), bfloat16, attention fused" in text
     assert "ridge point 165 FLOP/byte" in " ".join(text.split())
     assert "measured ceilings" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_one_layer_is_one_layer():
+    text = printed("gpt2", "--device", "h200", "--layers", 1, "--phase", "decode", "--seq", 8)
+    assert text.startswith("gpt2, 1 layer, decode (batch 1, 1 token in, 8 cached a row), bfloat16")
 
 
 def test_peaks_of_the_datasheet_stay_available():
