@@ -44,13 +44,25 @@ class StepReport:
         """The report as JSON-compatible data."""
         return asdict(self)
 
+    def _riding(self) -> str:
+        if self.hosts and self.guests:
+            return (
+                f"{self.hosts} operations can carry a partner, {self.guests} can ride; "
+                f"{self.riding:.0%} of what can ride does"
+            )
+        found = {"carry a partner": self.hosts, "ride": self.guests}
+        lacking = " or ".join(name for name, count in found.items() if not count)
+        return (
+            f"nothing rides: no operation can {lacking}; products and decode attention by kernels, "
+            "as after models.with_kernels on a Hopper GPU, can"
+        )
+
     def __str__(self) -> str:
         """The report as text."""
         lines = [
             f"{self.model} on {self.device_kind}, batch {self.batch_size}, state "
             f"{self.state_bytes / 1e9:.3g} GB",
-            f"{self.hosts} operations can carry a partner, {self.guests} can ride; "
-            f"{self.riding:.0%} of what can ride does",
+            self._riding(),
         ]
         sections = (
             "\n".join(lines),

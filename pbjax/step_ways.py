@@ -169,12 +169,29 @@ def _forced(ways: Ways, sizes: tuple[int, ...]) -> StepChoice:
 
 def _planned(analysis: Analysis, ways: Ways, plan: Plan) -> StepChoice:
     checked = planned(analysis, plan)
+    _check_woven(plan)
     split = len(plan.sizes) > 1 and (plan.decision == "split" or bool(checked.warnings))
     way = _at(ways, "plan", plan.sizes) if split else None
     if checked.warnings:
         return StepChoice(way=way, warnings=checked.warnings)
     kept = {"split": "woven"}.get(plan.decision, plan.decision)
     return StepChoice(way=way, kept=kept, reason=plan.reason, timed=False)
+
+
+def _check_woven(plan: Plan) -> None:
+    """Refuses what a plan of a model without state may say and a step cannot do."""
+    staggered = {"staggers": plan.staggers if any(plan.staggers) else ()}
+    given = staggered | {
+        "sm_budgets": dict(plan.sm_budgets),
+        "unroll": plan.unroll if plan.unroll != 1 else None,
+        "compiler_options": dict(plan.compiler_options),
+    }
+    if found := {name: value for name, value in given.items() if value}:
+        text = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise InputError(
+            f"optimize(state=..., plan=...): the plan has {text}; woven sub-batches have none of "
+            "these; a plan that was saved from a step is allowed; leave out plan= to search"
+        )
 
 
 def _at(ways: Ways, argument: str, sizes: tuple[int, ...]) -> WovenWay:

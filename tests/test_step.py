@@ -10,6 +10,7 @@ import pytest
 import pbjax
 from pallas_kernels import dispatch
 from pallas_kernels.testing import assert_close
+from pbjax.device import find_device
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.step import StateLayout
 from pbjax.step_pipeline import _decide
@@ -80,6 +81,9 @@ def test_a_woven_step_is_the_function_call_after_call(woven):
 def test_without_kernels_the_step_runs_unsplit_and_says_why(unsplit):
     assert unsplit.plan.decision == "unsplit"
     assert "can share a launch" in unsplit.plan.reason
+    text = str(unsplit.report())
+    assert "nothing rides: no operation can carry a partner or ride; products and" in text
+    assert "0 operations" not in text
     assert_same_cache(*run_both(unsplit))
 
 
@@ -182,6 +186,22 @@ def test_a_plan_of_another_device_is_measured_again(woven):
     assert {p.name for p in fast.report().programs} == {"unsplit", "sequential", "woven"}
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"staggers": (0, 1)}, r"staggers \(0, 1\)"),
+        ({"sm_budgets": {"TENSOR": 84}}, r"sm_budgets \{'TENSOR': 84\}"),
+        ({"unroll": 2}, "unroll 2"),
+        ({"compiler_options": {"a": True}}, r"compiler_options \{'a': True\}"),
+    ],
+    ids=str,
+)
+def test_a_plan_of_what_a_step_cannot_do_is_refused(woven, change, found):
+    plan = dataclasses.replace(woven.plan, **change)
+    with pytest.raises(InputError, match=f"the plan has {found}; woven sub-batches have none"):
+        on_hopper(plan=plan)
+
+
 def test_what_is_predicted_to_be_much_slower_is_not_compiled(monkeypatch):
     monkeypatch.setattr("pbjax.step_ways.HOPELESS", 0.0)
     fast = on_hopper()
@@ -191,7 +211,7 @@ def test_what_is_predicted_to_be_much_slower_is_not_compiled(monkeypatch):
 
 
 def test_a_state_of_which_three_copies_do_not_fit_is_refused():
-    small = dataclasses.replace(pbjax.pipeline.find_device("cpu", num_cores=2), memory_bytes=10_000)
+    small = dataclasses.replace(find_device("cpu", num_cores=2), memory_bytes=10_000)
     with pytest.raises(InputError, match="three states beside the weights"):
         pbjax.optimize(step, *example(), state=1, device=small)
 
