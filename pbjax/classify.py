@@ -26,6 +26,9 @@ MIN_ROWS = 64
 FLOPS_PER_OPERATION = 2
 FLOPS_PER_TRANSCENDENTAL = 16
 
+# Kernels whose products are multiply-adds of CUDA cores.
+_MULTIPLY_ADDS = frozenset(("depthwise_convolution",))
+
 _CONTRACTIONS = frozenset(
     (
         KERNEL,
@@ -148,6 +151,8 @@ def _label(operation: Operation, device: Device) -> Label:
     if operation.primitive == "cond":
         labels = [_nested([branch], cost, 1, device) for branch in params["branches"]]
         return max(labels, key=lambda label: label.seconds)
+    if operation.primitive == KERNEL and params["name"] in _MULTIPLY_ADDS:
+        return _other(operation, cost, device, slots=1)
     if operation.primitive == KERNEL and not _contracts(params["plain"]):
         return _other(operation, cost, device)
     if operation.primitive in _CONTRACTIONS and cost.known:
@@ -205,9 +210,11 @@ def _shape(atom: object) -> tuple[int, ...]:
     return getattr(getattr(atom, "aval", None), "shape", ())
 
 
-def _other(operation: Operation, cost: Cost, device: Device) -> Label:
+def _other(
+    operation: Operation, cost: Cost, device: Device, *, slots: int = FLOPS_PER_OPERATION
+) -> Label:
     memory_s = cost.bytes / device.memory_bytes_per_s
-    work = FLOPS_PER_OPERATION * cost.flops + FLOPS_PER_TRANSCENDENTAL * cost.transcendentals
+    work = slots * cost.flops + FLOPS_PER_TRANSCENDENTAL * cost.transcendentals
     compute_s = work / device.cuda_flops_per_s
     if operation.primitive in device.functions_per_s:
         evaluations = math.prod(_shape(operation.equation.outvars[0]))

@@ -9,11 +9,13 @@ decided in `classify`.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.operation import arguments_of
+from pbjax.kernel_costs import flops_instead, share_of_pairs, unread_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,8 +371,18 @@ def _pallas_cost(equation: JaxprEqn) -> Cost:
 
 
 def _kernel_cost(equation: JaxprEqn) -> Cost:
-    """The arithmetic of what a kernel means; of its bytes only operands and results exist."""
-    return replace(_body_cost(equation.params["plain"]), bytes=float(_all_bytes(equation)))
+    """The arithmetic of what a kernel means, as the kernel does it; only operands and results."""
+    params = equation.params
+    name, operands = params["name"], [atom.aval for atom in equation.invars]
+    given = arguments_of(params, operands)
+    plain, share = _body_cost(params["plain"]), share_of_pairs(name, operands)
+    return Cost(
+        flops=share * plain.flops + flops_instead(name, given),
+        bytes=float(_all_bytes(equation)) - unread_bytes(name, given),
+        transcendentals=share * plain.transcendentals,
+        exact=plain.exact and share == 1.0,
+        known=plain.known,
+    )
 
 
 _NESTED: Mapping[str, Callable[[JaxprEqn], Cost]] = {
