@@ -185,15 +185,16 @@ def study_phase(
         tiles is no straight line.
 
     Raises:
+      InputError: Too few of the lengths fit the model.
       MemoryBudgetError: Not one row fits.
     """
+    allowed = [s for s in lengths if MIN_SEQ <= s <= (max_seq_len or s)]
+    nodes = _nodes(allowed, 2 if phase == "decode" else 3)
     by_batch = {rows: report_at(phase, rows, seq_len) for rows in BATCH_NODES}
     largest = largest_batch(report_at, by_batch, phase, seq_len)
     if batches is None:
         powers = (2**i for i in range(largest.bit_length()))
         batches = sorted({*(rows for rows in powers if rows <= largest), largest})
-    allowed = [s for s in lengths if MIN_SEQ <= s <= (max_seq_len or s)]
-    nodes = _nodes(allowed, 2 if phase == "decode" else 3)
     by_seq = {length: report_at(phase, batch_size, length) for length in nodes}
     if curves == "traced":
         by_batch |= {rows: report_at(phase, rows, seq_len) for rows in batches}
@@ -222,8 +223,9 @@ def _nodes(lengths: Sequence[int], count: int) -> list[int]:
     """The shortest, the longest and what lies between, spread by their logarithms."""
     if len(lengths) < count:
         raise InputError(
-            f"study_phase(lengths={list(lengths)}): {len(lengths)} of them fit the model; at least "
-            f"{count} of {MIN_SEQ} tokens or more are needed; give more lengths"
+            f"a study over the length: {len(lengths)} of the lengths that are studied fit the "
+            f"model; {count} of {MIN_SEQ} tokens or more are needed; ask for a model with more "
+            "positions, or without a study"
         )
     return [lengths[round(i * (len(lengths) - 1) / (count - 1))] for i in range(count)]
 

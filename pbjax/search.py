@@ -15,6 +15,7 @@ from hashlib import sha256
 from itertools import combinations_with_replacement
 from typing import Literal, get_args
 
+from pbjax.arguments import check_type, whole
 from pbjax.candidates import Candidate as Candidate
 from pbjax.candidates import Candidates, Sizes
 from pbjax.candidates import SearchOptions as SearchOptions
@@ -104,9 +105,15 @@ def search(
 
     Raises:
       InputError: The batch is not positive or was not measured, or the options do not fit.
+      InputTypeError: An argument has a wrong type.
       MemoryBudgetError: No candidate is within the memory limit.
     """
     start = time.perf_counter()
+    check_type("search(outline)", outline, (Outline,), "an Outline")
+    check_type("search(profile)", profile, (Profile,), "a Profile, as of Profile.load(path),")
+    batch_size = whole("search(batch_size)", batch_size)
+    if options is not None:
+        check_type("search(options)", options, (SearchOptions,), "a SearchOptions")
     if policy not in get_args(Policy.__value__):
         raise InputError(
             f"search(policy={policy!r}): unknown policy; 'window' and 'exhaustive' are allowed; "

@@ -16,6 +16,11 @@ from pbjax import arguments, pipeline, roofline
 from pbjax.errors import FileError, InputError, InputTypeError
 from pbjax.generation import prompts, sampling
 from pbjax.generation.text import check_stop_strings
+from pbjax.profiling import Profile
+from pbjax.search import search
+
+from .fakes import provenance
+from .search_tables import program
 
 
 def plain(function):
@@ -190,3 +195,19 @@ def test_a_plan_that_is_corrupt_is_refused_before_the_model_is_traced(tmp_path):
         pipeline.optimize(
             lambda x: pytest.fail("traced"), jnp.ones((4, 3)), plan=tmp_path / "plan.json"
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"outline": 5}, r"search\(outline\): 5 of type int; an Outline is allowed"),
+        ({"profile": "bert.json"}, r"search\(profile\): 'bert.json' of type str; a Profile, as of"),
+        ({"batch_size": 2.0}, r"search\(batch_size\): 2.0 of type float; a whole number"),
+        ({"options": {}}, r"search\(options\): \{\} of type dict; a SearchOptions is allowed"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_search_of_another_type_are_refused_by_name(given, message):
+    asked = {"outline": program(2, 3), "profile": Profile(provenance=provenance())}
+    with pytest.raises(InputTypeError, match=message):
+        plain(search)(**{**asked, "batch_size": 4} | given)

@@ -157,3 +157,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_traced(
     assert result.exit_code == 2
     assert f"--{option} {tmp_path}" in result.stderr
     assert "can be written is allowed" in result.stderr
+
+
+def test_a_study_of_a_model_with_few_positions_is_refused_with_the_way_out():
+    result = run(DATA / "gpt2", "--device", "h200", "--seq", 12, "--study")
+    assert result.exit_code == 2
+    assert (
+        "0 of the lengths that are studied fit the model; 3 of 64 tokens or more" in result.stderr
+    )
