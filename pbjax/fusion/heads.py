@@ -131,7 +131,7 @@ class _Call:
         if lengths is not None and self.decodes:
             out = decode_attention(q, k, v, lengths, scale=self.scale, softcap=self.softcap)
         else:
-            bias, of_keys = self._biases(others)
+            bias, key_numbers = self._biases(others)
             out = attention(
                 q,
                 k,
@@ -144,7 +144,7 @@ class _Call:
                 scale=self.scale,
                 softcap=self.softcap,
                 bias=bias,
-                key_bias=of_keys,
+                key_bias=key_numbers,
             )
         out = axes.arrange(out, (*of_queries, heads.features), self.out[1])
         return (out.astype(reading.dtype(self.out[0])),)
