@@ -7,8 +7,9 @@ the decision to the same function traced at any batch size. Which block repeats 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from jax.extend.core import Literal
@@ -16,6 +17,7 @@ from jax.extend.core import Literal
 from pbjax.blocks import Block, extract_block
 from pbjax.chains import fused_seconds
 from pbjax.classify import Label, classify
+from pbjax.cost import equation_cost
 from pbjax.dataflow import live_bytes, signature
 from pbjax.device import Device, ResourceClass
 from pbjax.repetition import Repetition, find_repetition
@@ -251,21 +253,39 @@ def _resource(labels: Sequence[Label]) -> ResourceClass:
 def _names(
     pieces: Sequence[Sequence[Operation]], resources: Sequence[ResourceClass]
 ) -> tuple[str, ...]:
-    """Names stages after the innermost scope that most of their operations share."""
+    """Names stages after the innermost scope in which most of their FLOPs are.
+
+    Not after most of their operations: a norm has more of these than the product that it feeds.
+    """
+    work = [_work(operations) for operations in pieces]
+    known = [path for found in work for path in found if path]
+    shared = sum(1 for _ in takewhile(lambda level: len({*level}) == 1, zip(*known, strict=False)))
     names: list[str] = []
-    for operations, resource in zip(pieces, resources, strict=True):
-        scopes = [scope for o in operations if (scope := _inner_scope(o))]
-        names.append(max(scopes, key=scopes.count) if scopes else resource.lower())
+    for found, resource in zip(work, resources, strict=True):
+        scope = _main_scope(found)
+        if len(scope) <= shared:  # All stages are in that one: of this the largest part, then.
+            scope = max(found, key=lambda path: found[path])
+        names.append(scope[-1] if scope else resource.lower())
     return tuple(
         f"{name}.{names[: k + 1].count(name)}" if names.count(name) > 1 else name
         for k, name in enumerate(names)
     )
 
 
-def _inner_scope(operation: Operation) -> str:
-    """The innermost scope with a name; JAX's own, such as vmap() or bh,bsh->bs, do not count."""
-    named = [scope for scope in operation.scope.split("/") if scope.isidentifier()]
-    return named[-1] if named else ""
+def _work(operations: Sequence[Operation]) -> dict[tuple[str, ...], float]:
+    """FLOPs by scope, 1 for what has none; JAX's own scopes, such as vmap(), are left out."""
+    found: dict[tuple[str, ...], float] = {}
+    for operation in operations:
+        path = tuple(scope for scope in operation.scope.split("/") if scope.isidentifier())
+        found[path] = found.get(path, 0.0) + max(equation_cost(operation.equation).flops, 1.0)
+    return found
+
+
+def _main_scope(work: Mapping[tuple[str, ...], float]) -> tuple[str, ...]:
+    """The innermost scope that more than half of the work is in."""
+    scopes = {path[:depth] for path in work for depth in range(len(path) + 1)}
+    inside = {s: sum(w for path, w in work.items() if path[: len(s)] == s) for s in scopes}
+    return max((s for s in scopes if 2 * inside[s] > inside[()]), key=len)
 
 
 def _stage(

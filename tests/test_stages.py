@@ -1,5 +1,6 @@
 """Cutting a graph into stages: complete, in order, the same at every batch size."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from pbjax.analysis import analyse
-from pbjax.device import find_device
-from pbjax.stages import fingerprint
+from pbjax.device import ResourceClass, find_device
+from pbjax.stages import _names, fingerprint
+from pbjax.trace import trace
 
 from .networks import NETWORKS, D, normal, tokens
 
@@ -65,6 +67,38 @@ def test_names_are_unique(analysis):
     names = [stage.name for stage in analysis.program_at(6).stages]
     assert len(set(names)) == len(names)
     assert all(names)
+
+
+def operations(*parts):
+    """Operations of (scope, width): a product of that width, or for 0 elementwise ones."""
+
+    def function(_, x):
+        for scopes, width in parts:
+            with ExitStack() as stack:
+                for scope in scopes.split("/"):
+                    stack.enter_context(jax.named_scope(scope))
+                x = x @ jnp.ones((x.shape[1], width)) if width else jnp.tanh(x + 1) * 2 - x
+        return x
+
+    return trace(function, (), jnp.ones((4, 8))).operations
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        # Many operations in front of one product.
+        ((("net/norm", 0), ("net/dense", 512)), "dense"),
+        ((("net/mlp/norm", 0), ("net/mlp/up", 512), ("net/mlp/down", 8)), "mlp"),
+        # The end of one module and all of another.
+        ((("net/attention/out", 8), ("net/mlp/up", 512), ("net/mlp/down", 8)), "mlp"),
+        # Nothing but what all stages are in has half of it: the largest.
+        ((("net/a", 400), ("net/b", 9), ("net/c", 300)), "b"),
+        ((("net/norm", 0),), "norm"),
+    ],
+)
+def test_a_stage_is_called_after_the_module_that_has_most_of_its_work(parts, name):
+    pieces = operations(*parts), operations(("net/other", 8))
+    assert _names(pieces, (ResourceClass.TENSOR,) * 2) == (name, "other")
 
 
 def test_cutting_does_not_depend_on_the_batch_size(analysis):
