@@ -227,27 +227,35 @@ class Candidates:
     def _choices(self, count: int) -> list[Staggers]:
         fixed = self.options.staggers
         if fixed is not None:
-            return sorted(set(permutations(fixed[:count])))
-        stages = range(len(self.evaluator.outline.block))
-        return [each for each in product(stages, repeat=count) if min(each) == 0]
+            every = sorted(set(permutations(fixed[:count])))
+        else:
+            stages = range(len(self.evaluator.outline.block))
+            every = [each for each in product(stages, repeat=count) if min(each) == 0]
+        # Staggered sub-batches take the same memory whatever their sizes are.
+        parts = (self.batch_size - count + 1, *[1] * (count - 1))
+        if count == 1 or self._fits(parts, (*[0] * (count - 1), 1)):
+            return every
+        in_turns = [each for each in every if not any(each)]
+        self.dropped += (len(every) - len(in_turns)) * self.num_sizes(count)
+        return in_turns
 
     def _in_two(self, total: int, low: int) -> Iterator[Sizes]:
         return ((total - size, size) for size in range(low, total // 2 + 1))
 
     def _allowed(self, sizes: Sizes) -> list[Staggers]:
-        """The staggers under which these sizes are within the memory limit."""
-        limit, choices = self.options.memory_limit_bytes, self.choices[len(sizes)]
-        if limit is None:
+        """The staggers under which these sizes are within the memory limit: all that are left.
+
+        Or none: sub-batches in turns, without staggers, take no more than the same staggered.
+        """
+        choices = self.choices[len(sizes)]
+        if self._fits(sizes, (0,) * len(sizes)):
             return choices
-        # All that matters is whether there are any staggers: one of each kind tells of the others.
-        outline, none = self.evaluator.outline, (0,) * len(sizes)
-        in_turns = predicted_bytes(outline, sizes, none) <= limit
-        together = predicted_bytes(outline, sizes, (*none[1:], 1)) <= limit
-        if in_turns and together:
-            return choices
-        allowed = [each for each in choices if (together if any(each) else in_turns)]
-        self.dropped += len(choices) - len(allowed)
-        return allowed
+        self.dropped += len(choices)
+        return []
+
+    def _fits(self, sizes: Sizes, staggers: Staggers) -> bool:
+        limit = self.options.memory_limit_bytes
+        return limit is None or predicted_bytes(self.evaluator.outline, sizes, staggers) <= limit
 
     def _numbers(self, sizes: Sizes) -> list[int]:
         """The budgets under which these sizes were measured, by their numbers."""

@@ -52,7 +52,8 @@ class Outline:
         stacked.
       input_bytes_per_row: Bytes of what a call is given, for one row of the batch.
       output_bytes_per_row: Bytes of what it returns, for one row.
-      carried_bytes_per_row: Bytes that each block hands to the next, for one row.
+      carried_bytes_per_row: Bytes that each block hands to the next, for one row: a part of what
+        its first stage holds.
       waiting_bytes_per_row: Bytes that wait in memory while the blocks run, for one row: for the
         epilogue, or to be read by every block.
     """

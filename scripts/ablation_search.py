@@ -1,4 +1,4 @@
-"""What decay, saturation and thresholds of the search are worth: evaluations, seconds, findings.
+"""What decay, saturation and a memory limit of the search do: evaluations, seconds, findings.
 
 The tables are those of bench_search.py, drawn at random: no device is needed.
 """
@@ -18,6 +18,7 @@ STAGES, BLOCKS, TABLES = 4, 12, 10
 BATCHES = (96, 4096)
 # Of the smaller batch every split is predicted, to know the best.
 BEST_OF_ALL = "every split"
+WITHIN = "within a limit"
 
 
 def search_ablation() -> dict:
@@ -38,30 +39,31 @@ def _rows(batch: int) -> list[dict]:
     outline = program(STAGES, BLOCKS)
     chance = random.Random(0)
     tables = [table(chance, outline, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
-    # A whole batch is over the limit, and so are sub-batches that may overlap.
+    # Over it are the whole batch and sub-batches that may overlap; those in turns are not.
     limit = predicted_bytes(outline, (batch,), (0,)) * 8 // 10
     ways = {
-        "all": SearchOptions(memory_limit_bytes=limit),
-        "no decay": SearchOptions(memory_limit_bytes=limit, decay=1e-9),
-        "no saturation": SearchOptions(memory_limit_bytes=limit, saturation_rounds=10**6),
-        "no thresholds": SearchOptions(),
+        "all": SearchOptions(),
+        "no decay": SearchOptions(decay=1e-9),
+        "no saturation": SearchOptions(saturation_rounds=10**6),
+        WITHIN: SearchOptions(memory_limit_bytes=limit),
     }
     found = {
         name: [search(outline, each, batch, options) for each in tables]
         for name, options in ways.items()
     }
     if batch == min(BATCHES):
-        options = SearchOptions(memory_limit_bytes=limit)
-        every = [search(outline, each, batch, options, "exhaustive") for each in tables]
+        every = [search(outline, each, batch, policy="exhaustive") for each in tables]
         found[BEST_OF_ALL] = every
     return [_row(batch, name, found, limit) for name in found]
 
 
 def _row(batch: int, name: str, found: dict, limit: int) -> dict:
     results = found[name]
-    # The best that any way within the limit found, table by table.
-    within = [rows for other, rows in found.items() if other != "no thresholds"]
-    best = [min(r.best.prediction.makespan_s for r in each) for each in zip(*within, strict=True)]
+    # The best that any way found, table by table.
+    best = [
+        min(r.best.prediction.makespan_s for r in each)
+        for each in zip(*found.values(), strict=True)
+    ]
     gaps = [
         result.best.prediction.makespan_s / least - 1
         for result, least in zip(results, best, strict=True)
