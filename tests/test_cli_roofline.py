@@ -25,7 +25,7 @@ def test_prefill_and_decode_are_apart():
     text = printed(DATA / "gpt2", "--device", "nvidia-h200", "--batch", 2, "--seq", 12)
     assert "gpt2, prefill (batch 2, 24 tokens in), bfloat16, attention fused" in text
     assert "gpt2, decode (batch 2, 2 tokens in, 12 cached a row), bfloat16, attention fused" in text
-    assert "ridge point 165 FLOP/byte" in " ".join(text.split())
+    assert "ridge point 179 FLOP/byte" in " ".join(text.split())
     assert "measured ceilings" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
@@ -52,15 +52,20 @@ def test_sizes_beyond_all_memory_are_an_error_with_the_sizes():
 
 
 @pytest.mark.parametrize(
-    ("phase", "batch", "seq"),
-    [("prefill", 8, 1024), ("decode", 128, 1024), ("decode", 512, 1024)],
+    ("model", "sizes", "stages"),
+    [
+        ("llama3-8b", ("--layers", 2, "--phase", "prefill", "--batch", 8, "--seq", 1024), {"head"}),
+        ("llama3-8b", ("--layers", 2, "--phase", "decode", "--batch", 128, "--seq", 1024), set()),
+        ("llama3-8b", ("--layers", 2, "--phase", "decode", "--batch", 512, "--seq", 1024), set()),
+        ("vit-base", ("--layers", 4, "--batch", 256), {"embeddings"}),
+        ("bert-base", ("--batch", 96, "--seq", 384), set()),
+    ],
 )
-def test_predicted_stages_are_within_15_percent_of_measured_on_an_h200(phase, batch, seq):
+def test_predicted_stages_are_within_15_percent_of_measured_on_an_h200(model, sizes, stages):
     table = Path(__file__).parent.parent / "profiles" / "nvidia_h200" / "roofline_stages.json"
-    sizes = ("--layers", 2, "--phase", phase, "--batch", batch, "--seq", seq)
-    text = printed("llama3-8b", "--device", "h200", *sizes, "--measured", table, "--json")
+    text = printed(model, "--device", "h200", *sizes, "--measured", table, "--json")
     checks = json.loads(text)["checks"]
-    assert {"attention", "mlp"} <= {check["stage"] for check in checks}
+    assert {"attention", "mlp"} | stages <= {check["stage"] for check in checks}
     assert all(abs(check["error"]) < 0.15 for check in checks), checks
 
 
