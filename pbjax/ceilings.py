@@ -101,7 +101,7 @@ class Ceilings:
             memory_bytes_per_s=self.memory_bytes_per_s,
             weight_bytes_per_s=self.weight_bytes_per_s,
             launch_s=self.launch_s,
-            source=f"measured ceilings, {where.date[:10]}: {where.command}",
+            source=f"measured ceilings, {where.date[:10]}, sustained: {where.command}",
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -78,5 +78,5 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
         add(name, "G/s", 1e9, rate, None)
     add("launch", "us", 1e-6, found.launch_s, None)
     where = found.provenance
-    title = f"ceilings of {where.device_kind}, kept up for a while, {where.date[:10]}"
+    title = f"ceilings of {where.device_kind}, sustained, not in bursts, {where.date[:10]}"
     return table_text(title, ("", "measured", "datasheet", "share", "unit"), rows)
