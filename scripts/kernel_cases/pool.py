@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -29,6 +30,7 @@ def run(
     *,
     quiet: bool,
     prepare_within_s: float | None = None,
+    alone: bool = True,
 ) -> Iterator[tuple[Any, Any]]:
     """Yields (item, result) as they come; a result is an exception's text where one was raised.
 
@@ -41,6 +43,8 @@ def run(
         beside a measurement. Without it an item is measured as soon as it is ready.
       prepare_within_s: A quiet worker that takes longer prints where its threads are, and ends: its
         items have a line of text as their results, and the others go on. None waits for ever.
+      alone: Whether workers take turns to measure; without it they share the GPU, which switches
+        between them.
 
     Yields:
       Each item with its result.
@@ -53,7 +57,7 @@ def run(
     workers = min(workers, len(items))
     shares = [items[i::workers] for i in range(workers)]
     go = context.Event() if quiet else None
-    lock, queue = context.Lock(), context.Queue()
+    lock, queue = context.Lock() if alone else nullcontext(), context.Queue()
     processes = [
         context.Process(
             target=_work, args=(prepare, measure, i, share, go, lock, queue, prepare_within_s)

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Calls whole programs many times on the same inputs and compares every call bit for bit.
+
+A decode step of LLaMA3-8B's layers, unsplit and woven, and the forward passes of the six models. A
+round starts processes for each program: all compile at the same time, then one after the other
+calls its program, the very first call of the process included. In every second round the device's
+memory is filled before, but for what the program needs. Inputs are summed up before and after, and
+processes are compared: whether inputs, or only what was made of them, ever differed.
+
+    PYTHONPATH=. python scripts/stress_programs.py [--programs ...] [--calls 100] [--rounds 4]
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kernel_cases import pool
+
+LAYERS = (6, 1)  # Of a step, and of one for a try.
+STEPS = ("unsplit 768x512", "woven 768x512:384+384")
+MODELS = ("vit-base", "bert-base", "conformer-l", "gpt2-xl", "bloom-7b1", "llama3-8b")
+TINY_STEPS = ("unsplit 24x16", "woven 24x16:8+16")
+TINY_MODELS = ("bert-base",)
+# Processes may differ by this share of the largest value: XLA chooses products by timing them in
+# each, and another one rounds differently.
+ROUNDING = 0.05
+FILLING_BYTES, SLACK_BYTES = 1 << 30, 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """What a process does.
+
+    Attributes:
+      program: Of STEPS or MODELS.
+      calls: How many, the first included.
+      full: Whether the device's memory is filled before.
+      tiny: Whether sizes are for a try without a GPU.
+    """
+
+    program: str
+    calls: int
+    full: bool
+    tiny: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a process found.
+
+    Attributes:
+      problem: What is wrong; empty if nothing is.
+      inputs: Digest of each array that went in.
+      first: Values of the first result of the first call, in f32.
+      seconds: Of a call, comparing included.
+    """
+
+    problem: str
+    inputs: tuple[int, ...]
+    first: object
+    seconds: float
+
+
+def main() -> int:
+    """Runs the rounds; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", nargs="+", help=f"{', '.join((*STEPS, *MODELS))}")
+    parser.add_argument("--calls", type=int, default=100, help="of a process, 2 or more")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--copies", type=int, default=1, help="processes of a program in a round")
+    parser.add_argument("--tiny", action="store_true", help="small programs: a try on the CPU")
+    args = parser.parse_args()
+    if args.calls < 2 or args.rounds < 1 or args.copies < 1:
+        parser.error(
+            f"--calls {args.calls} --rounds {args.rounds} --copies {args.copies}: 2 or more calls, "
+            "1 or more rounds and copies are possible; give such numbers"
+        )
+    if not args.tiny:
+        pool.require_gpu()
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # Of all: what fills it is ours too.
+    everything = (*TINY_STEPS, *TINY_MODELS) if args.tiny else (*STEPS, *MODELS)
+    programs = args.programs or everything
+    if unknown := set(programs) - set(everything):
+        parser.error(
+            f"--programs {' '.join(sorted(unknown))}: not a program; {', '.join(everything)} are "
+            "possible; choose of them"
+        )
+    found: dict[str, list[Outcome]] = {program: [] for program in programs}
+    start, failed = time.time(), 0
+    for number in range(args.rounds):
+        full = bool(number % 2) and not args.tiny
+        items = [
+            Item(program=program, calls=args.calls, full=full, tiny=args.tiny)
+            for program in programs
+            for _ in range(args.copies)
+        ]
+        for item, result in pool.run(prepare, measure, items, len(items), quiet=True):
+            text = result if isinstance(result, str) else result.problem
+            if not isinstance(result, str):
+                text = text or against(found[item.program], result)
+                found[item.program].append(result)
+            failed += bool(text)
+            verdict = f"FAILED {text}" if text else f"same, {1e3 * result.seconds:.2f} ms a call"
+            memory = "full" if full else "free"
+            print(f"{item.program:24s} round {number}, memory {memory}: {verdict}", flush=True)
+    total = args.rounds * args.copies * len(programs)
+    print(f"{total - failed} same, {failed} failed, {time.time() - start:.0f} s")
+    return 1 if failed else 0
+
+
+def prepare(item: Item):
+    """Compiles a program: what went in, a call without arguments, and the bytes it needs."""
+    return step_call(item) if " " in item.program else model_call(item)
+
+
+def measure(item: Item, ready) -> Outcome:
+    """Calls the program, and compares."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from kernel_cases.repeats import add_call, describe, digests, none_differ
+
+    inputs, call, room_bytes = ready
+    before = np.asarray(digests(inputs))
+    filling = fill(room_bytes) if item.full else []
+    # No waiting: what compares is compiled while the first call runs, as a user's next lines are.
+    first = call()
+    tally = none_differ(first)
+    start = time.perf_counter()
+    for number in range(1, item.calls):
+        tally = add_call(tally, jnp.int32(number), first, call())
+    problem = describe(jax.block_until_ready(tally), item.calls - 1)
+    seconds = (time.perf_counter() - start) / (item.calls - 1)
+    if (moved := int(np.sum(before != np.asarray(digests(inputs))))) and not problem:
+        problem = f"{moved} of {len(before)} inputs are not what they were before the first call"
+    del filling
+    return Outcome(
+        problem=problem,
+        inputs=tuple(map(int, before)),
+        first=np.asarray(first[0].astype(jnp.float32)),
+        seconds=seconds,
+    )
+
+
+def against(earlier: list[Outcome], latest: Outcome) -> str:
+    """What differs from the first process; empty if inputs are equal and results are close."""
+    import numpy as np
+
+    if not earlier:
+        return ""
+    other = earlier[0]
+    pairs = zip(other.inputs, latest.inputs, strict=True)
+    if differing := [i for i, (a, b) in enumerate(pairs) if a != b]:
+        return f"inputs {differing} of {len(latest.inputs)} are not those of the first process"
+    difference = np.abs(latest.first - other.first)
+    bound = ROUNDING * float(np.max(np.abs(other.first)))
+    outside = ~(difference <= bound)  # NaN is outside.
+    if not outside.any():
+        return ""
+    from kernel_cases.repeats import ranges_of
+
+    return (
+        f"{outside.sum():,d} elements of the first call differ from the first process's by more "
+        f"than {bound:.3g}, at {ranges_of(outside)}"
+    )
+
+
+def step_call(item: Item):
+    """A decode step whose state is donated, at the same lengths in every call."""
+    import jax
+    import step_case
+    from flax import nnx
+    from kernel_cases.repeats import digests
+
+    from pbjax import step_programs
+    from pbjax.analysis import analyse
+    from pbjax.device import find_device
+    from pbjax.step_ways import Ways
+
+    way, case = item.program.split()
+    batch_size, context, sizes = step_case.parsed(case)
+    graph, shapes = nnx.split(
+        nnx.eval_shape(lambda: step_case.make(LAYERS[item.tiny], tiny=item.tiny))
+    )
+    model, given = step_case.example(graph, shapes, batch_size, context)
+    device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
+    analysis = analyse(model.decode, given, device=device)
+    layout, leaves = step_programs.find_state(analysis, given, 1), jax.tree.leaves(given)
+    if way == "woven":
+        woven = Ways(analysis).at(sizes)
+        lowered = step_programs.lower_woven(analysis, layout, leaves, woven, way)
+    else:
+        lowered = step_programs.lower_unsplit(analysis, layout, leaves)
+    step = lowered.compile()
+    runner = step_programs.Runner(analysis, leaves)
+    pieces = None
+
+    def call():
+        nonlocal pieces
+        outputs, pieces = runner.call(step, runner.start(step) if pieces is None else pieces)
+        return [*outputs, digests(jax.tree.leaves(pieces))]
+
+    state = sum(leaves[i].nbytes for i in layout.inputs)
+    return [*analysis.weights, *leaves], call, state + step.temporary_bytes
+
+
+def model_call(item: Item):
+    """A model's forward pass, at the sizes of the README."""
+    import jax
+    from profile_models import BATCHES
+
+    from models.presets import find_shape
+    from pbjax.forward_pass import ForwardPass
+    from pbjax.functional import functional
+
+    asked = ForwardPass(model=item.program, batch_size=BATCHES[item.program])
+    if item.tiny:
+        asked = replace(asked, batch_size=2, seq_len=8)
+    shape = find_shape(asked.model, asked.dtype, 1 if item.tiny else None)
+    shape = shape.without_head().filled()
+    form = shape.call("forward", asked.batch_size, asked.length)
+    model, given = functional(form.function), shape.values(form)
+    weights, tree = jax.tree.flatten(model.params)
+
+    def program(weights, *inputs):
+        return jax.tree.leaves(model.apply(jax.tree.unflatten(tree, weights), *inputs))
+
+    compiled = jax.jit(program).lower(weights, *given).compile()
+    memory = compiled.memory_analysis()
+    # Of results: the first, those under way, and where they differ.
+    room = memory.temp_size_in_bytes + 6 * memory.output_size_in_bytes if memory else 0
+    return [*weights, *jax.tree.leaves(given)], partial(compiled, weights, *given), room
+
+
+def fill(room_bytes: int) -> list:
+    """Arrays that take the device's free memory but for a program's."""
+    import jax.numpy as jnp
+
+    # The slack is for libraries, programs, and what an allocator cannot use.
+    blocks = max(0, free_bytes() - room_bytes - SLACK_BYTES) // FILLING_BYTES
+    return [jnp.zeros(FILLING_BYTES, jnp.uint8).block_until_ready() for _ in range(blocks)]
+
+
+def free_bytes() -> int:
+    """Of the device, in all processes; what ours has set aside does not count as free."""
+    import subprocess
+
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(found.stdout) << 20
+
+
+if __name__ == "__main__":
+    sys.exit(main())

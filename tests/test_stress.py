@@ -1,0 +1,185 @@
+"""Repeated runs of kernels and programs: what differs is found, counted and placed."""
+
+import importlib
+import pickle
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend("scripts")
+        yield SimpleNamespace(
+            repeats=importlib.import_module("kernel_cases.repeats"),
+            pool=importlib.import_module("kernel_cases.pool"),
+            check=importlib.import_module("check_kernels"),
+            stress=importlib.import_module("stress_programs"),
+        )
+
+
+class Faulty:
+    """A program whose results are right but in some calls, where one element has another bit."""
+
+    def __init__(self, faulty_calls, place=(3, 5), dtype=jnp.bfloat16):
+        self.faulty_calls, self.place, self.calls = faulty_calls, place, 0
+        self.right = jnp.arange(48, dtype=jnp.float32).reshape(6, 8).astype(dtype)
+
+    def __call__(self, *inputs):
+        self.calls += 1
+        wrong = self.calls - 1 in self.faulty_calls
+        again = self.right + 0  # The tally may not see one array twice.
+        return [jnp.zeros(3), again.at[self.place].set(1000) if wrong else again]
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 5, 6, 11])
+def test_repeats_are_as_many_as_asked_for_and_equal(scripts, repeats):
+    run, add = Faulty(()), scripts.repeats.add_call
+    poison = partial(jnp.full, (6, 8), jnp.nan)
+    first, tally = scripts.check.repeated(run, (), poison, add, repeats)
+    assert run.calls == repeats
+    assert np.array_equal(first[1], run.right)
+    assert scripts.repeats.describe(tally, repeats - 1) == ""
+
+
+def test_runs_that_differ_are_counted_and_placed(scripts):
+    run, add = Faulty((7, 9)), scripts.repeats.add_call
+    _, tally = scripts.check.repeated(run, (), lambda: None, add, 12)
+    assert scripts.repeats.describe(tally, 11) == (
+        "2 of 11 repeats differ, number 7 the first; "
+        "result 1(6, 8): 1 elements, by 971, at [3] x [5]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "calls"),
+    [
+        ([0.0, jnp.nan], [0.0, jnp.nan], 0),  # Poison left twice: the reference finds that.
+        ([0.0, 1.0], [-0.0, 1.0], 1),
+        ([0.0, 1.0], [0.0, jnp.nan], 1),
+    ],
+)
+def test_bits_are_compared(scripts, first, again, calls):
+    repeats, pair = scripts.repeats, ([jnp.array(first)], [jnp.array(again)])
+    tally = repeats.add(repeats.none_differ(pair[0]), jnp.int32(1), *pair)
+    assert int(tally.calls) == calls
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float8_e4m3fn", "float16", "int32"])
+def test_any_type_is_compared(scripts, dtype):
+    repeats, x = scripts.repeats, jnp.zeros((2, 2), dtype)
+    tally = repeats.add(
+        repeats.none_differ([x]), jnp.int32(1), [x], [x.at[0, 1].set(jnp.ones((), dtype))]
+    )
+    assert repeats.describe(tally, 1).endswith("by 1, at [0] x [1]")
+
+
+def test_tiles_show_as_ranges(scripts):
+    places = np.zeros((256, 512), bool)
+    places[64:128, 192:320] = places[200, 7] = True
+    assert scripts.repeats.ranges_of(places) == "[64-127, 200] x [7, 192-319]"
+    places[::2] = True
+    assert "... (160 indices)" in scripts.repeats.ranges_of(places)
+
+
+def test_a_digest_changes_with_any_bit_and_with_the_order(scripts):
+    x = jnp.arange(1000, dtype=jnp.bfloat16)
+    digests = {int(scripts.repeats.digest(y)) for y in (x, -x, x[::-1], x.at[999].set(7))}
+    assert len(digests) == 4
+    words = np.zeros(64, np.uint16)
+    kinds = {int(scripts.repeats.digest(jnp.asarray(words)))}
+    for bit in range(16):
+        words[:] = 0
+        words[40] = 1 << bit
+        kinds.add(int(scripts.repeats.digest(jnp.asarray(words))))
+    assert len(kinds) == 17
+
+
+def item(scripts, **changes):
+    options = {"program": "unsplit 24x16", "calls": 4, "full": False, "tiny": True}
+    return scripts.stress.Item(**options | changes)
+
+
+@pytest.mark.parametrize("program", ["unsplit 24x16", "woven 24x16:8+16", "bert-base"])
+def test_a_program_gives_the_same_in_every_call(scripts, program):
+    asked = item(scripts, program=program, calls=3)
+    outcome = scripts.stress.measure(asked, scripts.stress.prepare(asked))
+    assert outcome.problem == ""
+    assert np.isfinite(outcome.first).all()
+    assert len(outcome.inputs) > 2
+    assert scripts.stress.against([outcome], pickle.loads(pickle.dumps(outcome))) == ""
+
+
+def test_a_call_that_differs_and_an_input_that_moves_are_found(scripts):
+    measure, weights = scripts.stress.measure, [jnp.ones(4)]
+    outcome = measure(item(scripts), (weights, Faulty((2,)), 0))
+    assert outcome.problem.startswith("1 of 3 repeats differ, number 2 the first; result 1(6, 8)")
+
+    def overwriting():
+        weights[0] = jnp.zeros(4)
+        return [jnp.ones(2)]
+
+    outcome = measure(item(scripts), (weights, overwriting, 0))
+    assert outcome.problem == "1 of 1 inputs are not what they were before the first call"
+
+
+def test_processes_are_compared_by_inputs_and_first_call(scripts):
+    def outcome(inputs, first):
+        return scripts.stress.Outcome(problem="", inputs=inputs, first=first, seconds=0.0)
+
+    right = np.ones((8, 4), np.float32)
+    earlier, against = [outcome((1, 2), right)], scripts.stress.against
+    assert against([], earlier[0]) == ""
+    assert against(earlier, outcome((1, 2), right * 1.01)) == ""
+    assert against(earlier, outcome((1, 3), right)) == (
+        "inputs [1] of 2 are not those of the first process"
+    )
+    wrong = right.copy()
+    wrong[5:7], wrong[1, 2] = -1, np.nan
+    assert against(earlier, outcome((1, 2), wrong)) == (
+        "9 elements of the first call differ from the first process's by more than 0.05, at "
+        "[1, 5-6] x [0-3]"
+    )
+
+
+@pytest.mark.parametrize(("free", "blocks"), [(100, 6), (35, 0), (10, 0)])
+def test_memory_is_filled_but_for_what_a_program_needs(scripts, monkeypatch, free, blocks):
+    monkeypatch.setattr(scripts.stress, "free_bytes", lambda: free)
+    monkeypatch.setattr(scripts.stress, "FILLING_BYTES", 10)
+    monkeypatch.setattr(scripts.stress, "SLACK_BYTES", 5)
+    found = scripts.stress.fill(30)
+    assert [x.nbytes for x in found] == [10] * blocks
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("check", ["--repeats", "0"], "--repeats 0: 1 or more runs are possible"),
+        ("stress", ["--calls", "1"], "--calls 1 --rounds 4 --copies 1: 2 or more calls"),
+        ("stress", ["--tiny", "--programs", "vit"], "--programs vit: not a program; unsplit 24x16"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(scripts, monkeypatch, capsys, script, arguments, message):
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(scripts.stress.pool, "require_gpu", lambda: None)
+    with pytest.raises(SystemExit):
+        getattr(scripts, script).main()
+    assert message in capsys.readouterr().err
+
+
+def note(item, ready):
+    return item + ready
+
+
+def double(item):
+    return 2 * item
+
+
+def test_workers_may_share_the_device(scripts):
+    found = scripts.pool.run(double, note, [1, 2, 3], 2, quiet=False, alone=False)
+    assert sorted(found) == [(1, 3), (2, 6), (3, 9)]
