@@ -75,7 +75,7 @@ def write_plan_page(report: Report, path: Path) -> None:
       InputError: matplotlib is missing, or as `plan_slices`.
     """
     sections = [
-        Section(title=title, svg=svg(figure, name), caption=caption, csv=data)
+        Section(title=title, svg=svg(figure, name), caption=caption, csv=data, name=name)
         for name, title, figure, caption, data in _figures(report)
     ]
     sections.append(Section(title="Report", text=str(report)))

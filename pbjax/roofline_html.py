@@ -34,6 +34,7 @@ class Section:
       svg: A figure as an SVG document; empty for none.
       caption: What the figure shows.
       csv: The figure's data; empty for none.
+      name: Of the file that the data is saved as, without its suffix.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Section:
     svg: str = ""
     caption: str = ""
     csv: str = ""
+    name: str = "data"
 
 
 def page(title: str, sections: Sequence[Section], document: Mapping[str, object]) -> str:
@@ -98,7 +100,7 @@ def _section(section: Section) -> str:
     if section.svg:
         # What stands before the element is of a file of its own.
         drawing = section.svg[section.svg.index("<svg") :]
-        link = _link("data.csv", "text/csv", section.csv) if section.csv else ""
+        link = _link(f"{section.name}.csv", "text/csv", section.csv) if section.csv else ""
         caption = f"<figcaption>{html.escape(section.caption)} {link}</figcaption>"
         parts.append(f"<figure>{drawing}{caption}</figure>")
     if section.text:

@@ -47,11 +47,11 @@ def write_page(findings: Findings, path: Path) -> None:
     first = findings.reports[0]
     figures = _figures(findings)
     sections = [
-        Section(title=title, svg=svg(figure, name), caption=caption, csv=data)
+        Section(title=title, svg=svg(figure, name), caption=caption, csv=data, name=name)
         for name, title, figure, caption, data in figures
     ]
     sections += [Section(title=title, text=text) for title, text in findings.texts.items()]
-    title = f"{first.model} on {first.device.kind}: predicted roofline"
+    title = f"{first.model} on {first.device.kind}: roofline"
     write_atomically(path, page(title, sections, findings.document))
 
 

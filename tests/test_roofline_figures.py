@@ -206,11 +206,13 @@ class Links(HTMLParser):
     def __init__(self):
         super().__init__()
         self.found, self.tags, self.data, self.inside = [], [], "", None
+        self.files = []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.inside = tag
         self.found += [v for k, v in attrs if k in ("href", "src", "xlink:href")]
+        self.files += [v for k, v in attrs if k == "download"]
 
     def handle_data(self, data):
         if self.inside == "script":
@@ -234,6 +236,8 @@ def test_the_page_fetches_nothing_and_holds_all_data(tmp_path):
     assert parser.found
     assert all(link.startswith(("data:", "#")) for link in parser.found)
     assert parser.tags.count("svg") == 4
+    files = ("roofline.csv", "shares.csv", "study.csv", "front.csv", "report.json")
+    assert parser.files == list(files)
     assert not {"img", "link", "iframe"} & set(parser.tags)
     data = json.loads(parser.data.strip().split("\n<")[0])
     assert data["reports"][1]["phase"] == "decode"
