@@ -15,11 +15,16 @@ STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": Fals
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file through a scratch file beside it; makes its folder if need be.
 
+    A device or pipe, such as /dev/null, is written into: a scratch file would take its place.
+
     Raises:
       FileError: The file cannot be written; nothing is left behind.
     """
     scratch = _scratch(path)
     try:
+        if _is_device(path):
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
@@ -46,6 +51,8 @@ def check_writable(option: str, path: Path | None, *, folder: bool = False) -> N
     """
     if path is None:
         return
+    if _is_device(path) and not folder and os.access(path, os.W_OK):
+        return
     is_folder = os.path.isdir(path) and not folder  # Path's own raises where a name is too long
     found = "Is a directory" if is_folder else _tried(_scratch(path / "file" if folder else path))
     if found:
@@ -68,6 +75,10 @@ def _tried(scratch: Path) -> str:
             with suppress(OSError):  # it was not made
                 remove()
     return ""
+
+
+def _is_device(path: Path) -> bool:
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def _scratch(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from functools import reduce
 
 import pytest
@@ -114,6 +115,17 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path, folder):
     check_writable("--out", tmp_path / "file")
     assert left(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_pipe_is_written_into_and_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        check_writable("--out", pipe)
+        PLAN.save(pipe)
+        assert json.loads(reader.read())["plan"]["model"] == PLAN.model
+    assert pipe.is_fifo()
+    assert left(tmp_path) == ["pipe"]
 
 
 @pytest.mark.parametrize(
