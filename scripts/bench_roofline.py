@@ -25,7 +25,7 @@ CASES = [
     *(("llama3-8b", 2, "prefill", rows, 1024) for rows in (1, 4, 8, 16)),
     *(("llama3-8b", 2, "prefill", 4, tokens) for tokens in (256, 4096)),
     *(("llama3-8b", 2, "decode", rows, 1024) for rows in (1, 8, 32, 128, 256, 512)),
-    ("llama3-8b", 2, "decode", 32, 4096),
+    *(("llama3-8b", 2, "decode", 4, tokens) for tokens in (256, 1024, 4096)),
     ("vit-base", 4, "forward", 256, None),
     ("conformer-l", 4, "forward", 32, 512),
     ("gpt2-xl", 4, "prefill", 16, 512),
