@@ -15,15 +15,18 @@ STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": Fals
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file through a scratch file beside it; makes its folder if need be.
 
-    A device or pipe, such as /dev/null, is written into: a scratch file would take its place.
+    What lies in /dev, and a pipe, is written into, which a scratch file would take the place of;
+    and of a link the file that it leads to.
 
     Raises:
       FileError: The file cannot be written; nothing is left behind.
     """
+    path = path if _is_device(path) else Path(os.path.realpath(path))
     scratch = _scratch(path)
     try:
         if _is_device(path):
-            path.write_text(text, encoding="utf-8")
+            with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file's
+                stream.write(text)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(text, encoding="utf-8")
@@ -78,6 +81,8 @@ def _tried(scratch: Path) -> str:
 
 
 def _is_device(path: Path) -> bool:
+    if path.parent == Path("/dev"):
+        return True
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 

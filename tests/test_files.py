@@ -128,6 +128,17 @@ def test_a_pipe_is_written_into_and_stays_one(tmp_path):
     assert left(tmp_path) == ["pipe"]
 
 
+def test_a_link_stays_one_and_its_file_is_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "folder" / "plan.json")
+    PLAN.save(link)
+    PLAN.save(link)
+    assert link.is_symlink()
+    assert Plan.load(tmp_path / "folder" / "plan.json") == PLAN
+    assert left(tmp_path) == ["folder", "link", "plan.json"]
+
+
 @pytest.mark.parametrize(
     ("place", "folder", "found"),
     [
