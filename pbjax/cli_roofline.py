@@ -89,6 +89,10 @@ def roofline(
         list[int] | None,
         typer.Option(min=1, help="A further batch to measure, for the curves; may be repeated."),
     ] = None,
+    measure_seq: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A further length to measure, for the curves; may be repeated."),
+    ] = None,
     save_measured: Annotated[
         Path | None, typer.Option(help="Where to keep what --measure finds.")
     ] = None,
@@ -99,7 +103,8 @@ def roofline(
         Path | None, typer.Option(help="Also write a page with figures that needs no network.")
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(help="Also write figures (SVG, PNG) and CSV into this folder.")
+        Path | None,
+        typer.Option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
@@ -110,6 +115,7 @@ def roofline(
     _require_owner("--draft", draft, "--what-if", what_if)
     _require_owner("--save-measured", save_measured, "--measure", measure)
     _require_owner("--measure-batch", measure_batch or None, "--measure", measure)
+    _require_owner("--measure-seq", measure_seq or None, "--measure", measure)
     check_writable("--save-measured", save_measured)
     check_drawable(figures, html)
     from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
@@ -121,7 +127,9 @@ def roofline(
     subject = replace(subject, kernels=kernels or measure or table is not None)
     phases = (phase,) if phase else subject.shape.phases
     if measure:
-        ran = measured_reports(subject, phases, (batch, *(measure_batch or ())), seq)
+        sizes = [(batch, seq), *((rows, seq) for rows in measure_batch or ())]
+        sizes += [(batch, length) for length in measure_seq or ()]
+        ran = measured_reports(subject, phases, sizes)
     else:
         ran = [subject.report(name, batch, seq) for name in phases]
     reports = ran[: len(phases)]
@@ -141,7 +149,7 @@ def roofline(
     if study:
         texts |= _study_texts(reports, curves)
         document["studies"] = [s.to_dict() | {"choice": asdict(c)} for s, c in curves]
-        points = measured_points(subject, ran if measure else reports, seq, table)
+        points = measured_points(subject, ran if measure else reports, table)
     if points:
         texts["measured points"] = points_text(points)
         document["measured_points"] = [asdict(found) for _, found in points]

@@ -172,43 +172,39 @@ def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed
 
 
 def measured_reports(
-    subject: Subject, phases: Sequence[str], batches: Sequence[int], seq: int | None
+    subject: Subject, phases: Sequence[str], sizes: Sequence[tuple[int, int | None]]
 ) -> "list[Roofline]":
     """Reports with what the stages take on this machine, once all are known to fit.
 
     Args:
       subject: The model.
       phases: Of which calls.
-      batches: Rows of the calls; those of the first come first.
-      seq: Tokens of a row.
+      sizes: Rows of the calls, and tokens of a row; those of the first come first.
     """
-    calls = [(phase, batch) for batch in dict.fromkeys(batches) for phase in phases]
-    for phase, batch in calls:
+    calls = [(phase, *size) for size in dict.fromkeys(sizes) for phase in phases]
+    for phase, batch, seq in calls:
         require_room(subject, subject.report(phase, batch, seq), seq)
     filled = replace(subject, shape=subject.shape.filled())
-    return [filled.measured(phase, batch, seq) for phase, batch in calls]
+    return [filled.measured(*call) for call in calls]
 
 
 def measured_points(
-    subject: Subject,
-    reports: "Sequence[Roofline]",
-    seq: int | None,
-    table: "MeasuredTable | None",
+    subject: Subject, reports: "Sequence[Roofline]", table: "MeasuredTable | None"
 ) -> "list[tuple[SizePoint, SizePoint]]":
     """Predicted and measured points: all that a table has, else what was measured now."""
     from pbjax.roofline_batching import size_point
     from pbjax.roofline_checks import measured_point
 
     phases = {report.phase for report in reports}
-    sizes = [(r, r.items, seq or 0) for r in reports if r.measured is not None]
+    found = [report for report in reports if report.measured is not None]
     if table is not None:
         rows = [r for r in table.rows if r.model == subject.name and r.phase in phases]
-        lengths = [row.cached or row.tokens // row.items for row in rows]
-        sizes = [
-            (table.attached(subject.report(r.phase, r.items, n)), r.items, n)
-            for r, n in zip(rows, lengths, strict=True)
+        found = [
+            table.attached(subject.report(r.phase, r.items, r.cached or r.tokens // r.items))
+            for r in rows
         ]
-    return [(size_point(r, b, n), measured_point(r, b, n)) for r, b, n in sizes]
+    sizes = [(r, r.items, r.cached or r.tokens // r.items) for r in found]
+    return [(size_point(*size), measured_point(*size)) for size in sizes]
 
 
 def keep_measured(reports: "list[Roofline]", path: Path) -> None:

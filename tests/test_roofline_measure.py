@@ -245,16 +245,19 @@ def test_the_command_measures_saves_and_compares(tmp_path):
     assert json.loads(second.stdout)["checks"] == found["checks"]
 
 
-def test_further_batches_are_measured_for_the_curves(tmp_path):
+def test_further_batches_and_lengths_are_measured_for_the_curves(tmp_path):
     table = tmp_path / "stages.json"
     sizes = ["--dtype", "float32", "--phase", "decode", "--batch", "2", "--seq", "128"]
     command = ["roofline", "gpt2", "--layers", "1", *sizes, "--study", "--json"]
-    options = ["--measure", "--measure-batch", "4", "--save-measured", str(table)]
+    options = ["--measure", "--measure-batch", "4", "--measure-seq", "256"]
+    options += ["--save-measured", str(table)]
     result = CliRunner().invoke(app, [*command, *options])
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    assert [point["batch_size"] for point in found["measured_points"]] == [2, 4]
-    assert [row.items for row in MeasuredTable.load(table).rows] == [2, 4]
+    sizes = [(point["batch_size"], point["seq_len"]) for point in found["measured_points"]]
+    assert sizes == [(2, 128), (4, 128), (2, 256)]
+    rows = MeasuredTable.load(table).rows
+    assert [(row.items, row.cached) for row in rows] == sizes
     assert len(found["reports"]) == 1
 
 
