@@ -28,6 +28,9 @@ from pbjax.cli_search import search as search_command
 from pbjax.cli_subject import find_folder
 from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 from pbjax.files import check_writable
+from pbjax.plan import Plan
+from pbjax.profiling import Profile
+from pbjax.schedule import Split
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -123,7 +126,8 @@ def optimize(
         Path | None, typer.Option(help="Also write the timetable as a trace that Perfetto opens.")
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(help="Also write figures (SVG, PNG) and CSV into this folder.")
+        Path | None,
+        typer.Option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page with figures that needs no network.")
@@ -135,10 +139,14 @@ def optimize(
 
     interrupted = "what --profile has measured is kept" if profile else ""
     with _exit_codes(interrupted), ProgressPrinter() as progress:
-        sizes, rows = _sizes(split), read_batch(batch, latency_ms)
+        rows = read_batch(batch, latency_ms)
+        sizes = _sizes(split, rows)
         check_outputs(plan, trace=trace, figures=figures, html=html)
         check_writable("--save-plan", save_plan)
-        if profile is not None and not profile.exists():
+        decided = None if plan is None else Plan.load(plan)
+        if profile is not None and profile.exists():
+            Profile.load(profile)  # A corrupt one is refused before the model is loaded.
+        elif profile is not None:
             check_writable("--profile", profile)
         say = (lambda text: None) if as_json else print
         models = import_module("models")
@@ -169,7 +177,7 @@ def optimize(
             say(f"\n{choice}")
             rows = choice.batch_size
             sentences, inputs = sentences[:rows], tuple(x[:rows] for x in inputs)
-        options = {"split": sizes, "profile": profile, "plan": plan, "fuse": fuse}
+        options = {"split": sizes, "profile": profile, "plan": decided, "fuse": fuse}
         fast = run(encoder, *inputs, **options, progress=progress)
         if not isinstance(fast, Optimized):
             raise AssertionError("only a call with state= gives a step")
@@ -206,16 +214,23 @@ def _check_length(seq: int, longest: int) -> None:
         )
 
 
-def _sizes(split: str | None) -> tuple[int, ...] | None:
+def _sizes(split: str | None, rows: int | None) -> tuple[int, ...] | None:
+    """The sizes of sub-batches that add up to the rows, where these are known already."""
     if split is None:
         return None
     try:
-        return tuple(int(size) for size in split.split(","))
+        sizes = tuple(int(size) for size in split.split(","))
     except ValueError as error:
         raise InputError(
             f"--split {split}: not numbers; one to three sizes joined by commas are allowed; "
             "write for instance --split 48,32,16"
         ) from error
+    if rows is not None and Split(sizes=sizes).batch_size != rows:
+        raise InputError(
+            f"--split {split}: adds up to {sum(sizes)}; the batch has {rows} rows; give sizes that "
+            "add up to them, or leave out --split to search"
+        )
+    return sizes
 
 
 def _exhaustive_line(searched, exhaustive) -> str:
