@@ -150,10 +150,11 @@ def _shipped(device: "Device", asked: "ForwardPass") -> Path:
     path = find_profile(device.slug, name)
     if path is None:
         import_module("models.presets").find_shape(asked.model, asked.dtype)  # if it is a model
-        there = ", ".join(each.stem for each in find_profiles(device.slug)) or "no model"
+        there = ", ".join(each.stem for each in find_profiles(device.slug))
+        there = f"there are tables of {there}" if there else "none ships for it at all"
         raise InputError(
             f"pbjax search --device {device.slug} --model {name}: no table of this model ships "
-            f"for this device; there are tables of {there}; measure one on that device with "
+            f"for this device; {there}; measure one on that device with "
             "`pbjax profile`, and give it by --profile"
         )
     return path

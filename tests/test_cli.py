@@ -123,9 +123,9 @@ def test_split_that_is_no_numbers_is_refused(folder, sentences, split):
 
 
 @pytest.mark.parametrize("split", ["2,1", "5", "4,0", "1,1,1,1", "6,-2"])
-def test_split_that_is_none_of_the_batch_is_refused(folder, sentences, timer, split):
+def test_split_that_is_none_of_the_batch_is_refused(folder, sentences, monkeypatch, split):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("it was loaded"))
     check_error(embed(folder, sentences, "--json", "--split", split), 2)
-    assert not timer.stages
 
 
 def test_too_few_sentences_are_refused(folder, sentences):
@@ -160,7 +160,10 @@ def test_texts_that_are_no_text_are_refused(folder):
 
 
 @pytest.mark.parametrize("option", ["--plan", "--profile"])
-def test_corrupt_file_is_refused_and_left_alone(folder, sentences, timer, tmp_path, option):
+def test_corrupt_file_is_refused_before_the_model_is_loaded_and_left_alone(
+    folder, sentences, monkeypatch, tmp_path, option
+):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("it was loaded"))
     path = tmp_path / "file.json"
     path.write_text('{"schema_version": 1, "rows"')
     check_error(embed(folder, sentences, "--json", option, path), 2)
