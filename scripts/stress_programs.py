@@ -5,7 +5,8 @@ A decode step of LLaMA3-8B's layers, unsplit and woven, and the forward passes o
 round starts processes for each program: all compile at the same time, then one after the other
 calls its program, the very first call of the process included. In every second round the device's
 memory is filled before, but for what the program needs. Inputs are summed up before and after, and
-processes are compared: whether inputs, or only what was made of them, ever differed.
+so is the copy of the state that the first call uses up: processes are compared, whether these, or
+only what was made of them, ever differed.
 
     PYTHONPATH=. python scripts/stress_programs.py [--programs ...] [--calls 100] [--rounds 4]
 """
@@ -53,7 +54,7 @@ class Outcome:
 
     Attributes:
       problem: What is wrong; empty if nothing is.
-      inputs: Digest of each array that went in.
+      inputs: Digest of each array that went in, and of each copy that the first call used up.
       first: Values of the first result of the first call, in f32.
       seconds: Of a call, comparing included.
     """
@@ -112,22 +113,30 @@ def main() -> int:
 
 
 def prepare(item: Item):
-    """Compiles a program: what went in, a call without arguments, and the bytes it needs."""
+    """Compiles a program.
+
+    Returns:
+      What goes in; what begins, and returns copies that the first call uses up and a call without
+      arguments; the bytes that it needs beside what goes in.
+    """
     return step_call(item) if " " in item.program else model_call(item)
 
 
 def measure(item: Item, ready) -> Outcome:
-    """Calls the program, and compares."""
+    """Calls the program, and compares; `ready` is what `prepare` returned."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from kernel_cases.repeats import add_call, describe, digests, none_differ
 
-    inputs, call, room_bytes = ready
+    inputs, begin, room_bytes = ready
     before = np.asarray(digests(inputs))
     filling = fill(room_bytes) if item.full else []
+    copies, call = begin()
+    copied = digests(copies) if copies else ()
     # No waiting: what compares is compiled while the first call runs, as a user's next lines are.
     first = call()
+    del copies
     tally = none_differ(first)
     start = time.perf_counter()
     for number in range(1, item.calls):
@@ -139,7 +148,7 @@ def measure(item: Item, ready) -> Outcome:
     del filling
     return Outcome(
         problem=problem,
-        inputs=tuple(map(int, before)),
+        inputs=tuple(map(int, (*before, *np.asarray(copied)))),
         first=np.asarray(first[0].astype(jnp.float32)),
         seconds=seconds,
     )
@@ -196,15 +205,19 @@ def step_call(item: Item):
         lowered = step_programs.lower_unsplit(analysis, layout, leaves)
     step = lowered.compile()
     runner = step_programs.Runner(analysis, leaves)
-    pieces = None
 
-    def call():
-        nonlocal pieces
-        outputs, pieces = runner.call(step, runner.start(step) if pieces is None else pieces)
-        return [*outputs, digests(jax.tree.leaves(pieces))]
+    def begin():
+        pieces = runner.start(step)
+
+        def call():
+            nonlocal pieces
+            outputs, pieces = runner.call(step, pieces)
+            return [*outputs, digests(jax.tree.leaves(pieces))]
+
+        return jax.tree.leaves(pieces), call
 
     state = sum(leaves[i].nbytes for i in layout.inputs)
-    return [*analysis.weights, *leaves], call, state + step.temporary_bytes
+    return [*analysis.weights, *leaves], begin, state + step.temporary_bytes
 
 
 def model_call(item: Item):
@@ -232,7 +245,8 @@ def model_call(item: Item):
     memory = compiled.memory_analysis()
     # Of results: the first, those under way, and where they differ.
     room = memory.temp_size_in_bytes + 6 * memory.output_size_in_bytes if memory else 0
-    return [*weights, *jax.tree.leaves(given)], partial(compiled, weights, *given), room
+    call = partial(compiled, weights, *given)
+    return [*weights, *jax.tree.leaves(given)], lambda: ([], call), room
 
 
 def fill(room_bytes: int) -> list:
