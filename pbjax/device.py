@@ -8,8 +8,9 @@ for a device that is not there.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError, InputError, InputTypeError
 
 
 class ResourceClass(StrEnum):
@@ -58,6 +59,30 @@ class Device:
     weight_bytes_per_s: float | None = None
     launch_s: float = 0.0
 
+    def __post_init__(self):
+        """Refuses figures that no device has.
+
+        Raises:
+          InputTypeError: One is no number.
+          InputError: One is not positive and finite; only launch_s may be 0.
+        """
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        for table in ("tensor_flops_per_s", "attention_flops_per_s", "functions_per_s"):
+            figures |= {f"{table}[{key}]": rate for key, rate in getattr(self, table).items()}
+        for name, value in figures.items():
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, int | float):
+                raise InputTypeError(
+                    f"Device(kind={self.kind!r}): {name} is of type {type(value).__name__}; a "
+                    "number is allowed; give the figure of its datasheet"
+                )
+            if not (0 < value < inf or (name == "launch_s" and value == 0)):
+                raise InputError(
+                    f"Device(kind={self.kind!r}): {name} is {value:g}; a finite figure above 0 is "
+                    "allowed; give that of its datasheet"
+                )
+
     def contraction_flops_per_s(self, dtype: str) -> float:
         """Peak rate of a contraction; a dtype that no tensor core takes runs at the vector rate."""
         return self.tensor_flops_per_s.get(dtype, self.cuda_flops_per_s)
@@ -74,6 +99,13 @@ class Device:
         return self.contraction_flops_per_s(dtype) / self.memory_bytes_per_s
 
 
+_OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s")
+_FIGURES = (
+    *("cuda_flops_per_s", "memory_bytes_per_s", "num_sms", "memory_bytes", "launch_s"),
+    *_OPTIONAL,
+)
+
+
 def find_device(kind: str, num_cores: int = 1) -> Device:
     """The figures of a device kind.
 
@@ -88,7 +120,13 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
     Raises:
       DeviceError: Nothing is known about the kind.
       InputError: num_cores is not positive.
+      InputTypeError: The kind is no text.
     """
+    if not isinstance(kind, str):
+        raise InputTypeError(
+            f"find_device(kind): a {type(kind).__name__}; a text such as 'NVIDIA H200' is allowed; "
+            "pass what jax.devices()[0].device_kind says"
+        )
     found = [device for device in _DEVICES if kind in (device.kind, device.slug)]
     found = found or [device for device in _DEVICES if _has_words(device.slug, kind)]
     if len(found) != 1:

@@ -1,9 +1,11 @@
 """Device figures: look-up by kind, ridge points, refusals."""
 
+from dataclasses import replace
+
 import pytest
 
 from pbjax.device import Device, ResourceClass, devices, find_device
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError, InputError, InputTypeError
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,28 @@ def test_a_device_of_the_user_needs_no_table():
     )
     assert device.ridge_point("bfloat16") == 2.0
     assert device.ridge_point("int4") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"memory_bytes_per_s": 0.0}, "memory_bytes_per_s is 0"),
+        ({"cuda_flops_per_s": float("nan")}, "cuda_flops_per_s is nan"),
+        ({"num_sms": -1}, "num_sms is -1"),
+        ({"tensor_flops_per_s": {"int8": float("inf")}}, r"tensor_flops_per_s\[int8\] is inf"),
+        ({"link_bytes_per_s": -2.0}, "link_bytes_per_s is -2"),
+        ({"launch_s": -1e-6}, "launch_s is -1e-06"),
+    ],
+)
+def test_figures_that_no_device_has_are_refused_by_name(change, name):
+    with pytest.raises(InputError, match=rf"Device\(kind='NVIDIA H200'\): {name};"):
+        replace(find_device("h200"), **change)
+
+
+def test_a_kind_that_is_no_text_is_refused():
+    plain = getattr(find_device, "__wrapped__", find_device)
+    with pytest.raises(InputTypeError, match=r"find_device\(kind\): a NoneType; a text"):
+        plain(None)
 
 
 def test_resource_classes_print_as_their_names():
