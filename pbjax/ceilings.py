@@ -120,7 +120,7 @@ class Ceilings:
           FileError: The file is missing, corrupt or of a foreign schema; the message names the
             place.
         """
-        return read_json(Path(path), _File, REMEDY).ceilings
+        return read_json(path, _File, REMEDY).ceilings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from pbjax.errors import FileError, InputError
+from pbjax.errors import FileError, InputError, InputTypeError
 
 # The `__pydantic_config__` of what is read: nothing unknown, no NaN and no infinity.
 STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": False}
@@ -92,12 +92,26 @@ def _scratch(path: Path) -> Path:
     return path.with_name(name) if path.name else path / name
 
 
+def to_path(asked: str, path: object) -> Path:
+    """The path of a file that a caller names.
+
+    Raises:
+      InputTypeError: It is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InputTypeError(
+            f"{asked}(path): a {type(path).__name__}; the path of a file is allowed; pass a text "
+            "or a pathlib.Path"
+        )
+    return Path(path)
+
+
 def write_json(path: str | os.PathLike[str], document: object) -> None:
     """Writes plain data as JSON, by `write_atomically`."""
-    write_atomically(Path(path), json.dumps(document, indent=1) + "\n")
+    write_atomically(to_path("save", path), json.dumps(document, indent=1) + "\n")
 
 
-def read_json[T](path: Path, kind: type[T], remedy: str) -> T:
+def read_json[T](path: str | os.PathLike[str], kind: type[T], remedy: str) -> T:
     """Reads a file into a dataclass; unknown, missing, mistyped and infinite fields are refused.
 
     Args:
@@ -108,18 +122,20 @@ def read_json[T](path: Path, kind: type[T], remedy: str) -> T:
     Raises:
       FileError: The file is missing, corrupt, truncated or of a foreign schema; the message names
         the place.
+      InputTypeError: The path is none.
     """
     from pydantic import TypeAdapter, ValidationError
 
+    place = to_path("load", path)
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+        return TypeAdapter(kind).validate_json(place.read_bytes(), strict=True)
     except OSError as error:
         found = error.strerror or str(error)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
-        found = f"{place}: {reason}" if place else reason
+        found = f"{field}: {reason}" if field else reason
     except InputError as error:
         found = str(error)
-    raise FileError(f"load({str(path)!r}): {found}; {remedy}")
+    raise FileError(f"load({str(place)!r}): {found}; {remedy}")

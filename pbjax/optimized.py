@@ -181,6 +181,7 @@ class Optimized:
                 "pass a batch of 1 to the largest bucket, or optimize again with an example of "
                 "that batch"
             )
+        refuse_traced("call", leaves)
         self._check_rows(leaves, size)
         padded = [
             x
@@ -201,13 +202,19 @@ class Optimized:
 def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -> object:
     try:
         return program(weights, *leaves)
-    except TypeError as error:
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise
+    except TypeError:
+        refuse_traced("call", leaves)
+        raise
+
+
+def refuse_traced(what: str, leaves: Sequence[Any]) -> None:
+    """Raises InputTypeError where an input is being traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise InputTypeError(
-            "call: an input is being traced, as inside jax.jit, vmap or grad; a compiled program "
-            "takes arrays; call it outside of them, or transform the model before optimizing it"
-        ) from error
+            f"{what}: an input is being traced, as inside jax.jit, vmap or grad; a compiled "
+            "program takes arrays; call it outside of them, or transform the model before "
+            "optimizing it"
+        )
 
 
 def check_alike(

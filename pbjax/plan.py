@@ -3,10 +3,9 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
-from pbjax.arguments import check_figures
+from pbjax.arguments import check_figures, whole_numbers
 from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
 from pbjax.files import STRICT, read_json, write_json
@@ -94,6 +93,13 @@ class Plan:
 
     def __post_init__(self):
         """Refuses sizes that are no split of the batch, and what cannot be run."""
+        for name in ("sizes", "staggers"):
+            whole_numbers(f"Plan({name})", getattr(self, name))
+        if self.decision not in get_args(Decision.__value__):
+            raise InputError(
+                f"Plan(decision={self.decision!r}): no such decision; "
+                f"{', '.join(get_args(Decision.__value__))} are allowed; {REMEDY}"
+            )
         fits = sum(self.sizes) == self.batch_size and len(self.sizes) == len(self.staggers)
         if not fits or not 1 <= len(self.sizes) <= MAX_SUB_BATCHES or min(self.sizes) < 1:
             raise InputError(
@@ -130,7 +136,7 @@ class Plan:
             f"a plan of schema_version 1 or {SCHEMA_VERSION} is allowed; restore the file, or "
             "leave out plan= to search again"
         )
-        return read_json(Path(path), _File, remedy).plan
+        return read_json(path, _File, remedy).plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
-from pbjax.files import STRICT, read_json, write_atomically
+from pbjax.files import STRICT, read_json, to_path, write_atomically
 from pbjax.outline import Outline, StageInfo
 from pbjax.profile_rows import (
     CorunRow,
@@ -196,7 +195,7 @@ class Profile:
         Raises:
           FileError: The file cannot be written.
         """
-        write_atomically(Path(path), _to_json(self))
+        write_atomically(to_path("save", path), _to_json(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
@@ -206,7 +205,7 @@ class Profile:
           FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
             names the place.
         """
-        file = read_json(Path(path), _File, REMEDY)
+        file = read_json(path, _File, REMEDY)
         try:
             return cls(
                 provenance=file.provenance,

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pbjax.errors import InputError
@@ -155,7 +154,7 @@ class MeasuredTable:
         Raises:
           FileError: The file is missing, corrupt or of a foreign schema.
         """
-        return read_json(Path(path), _File, REMEDY).table
+        return read_json(path, _File, REMEDY).table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ here.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pbjax.arguments import whole_numbers
 from pbjax.errors import InputError
 from pbjax.outline import Outline
 
@@ -28,6 +29,7 @@ class Split:
 
     def __post_init__(self):
         """Refuses what is not one to three positive sizes."""
+        whole_numbers("Split(sizes)", self.sizes)
         if not 1 <= len(self.sizes) <= MAX_SUB_BATCHES or min(self.sizes) < 1:
             raise InputError(
                 f"Split(sizes={self.sizes}): {len(self.sizes)} sizes; a split has one to "

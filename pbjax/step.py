@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
-from pbjax.optimized import check_alike
+from pbjax.optimized import check_alike, refuse_traced
 from pbjax.plan import Plan
 from pbjax.step_reports import StepReport
 
@@ -179,6 +179,7 @@ class OptimizedStep:
                 "like the example's"
             )
         self._layout.check_state(leaves)
+        refuse_traced("hold", leaves)
         return Held(self, self._layout.cut(_distinct(leaves)))
 
     def release(self, held: object) -> object:
@@ -218,6 +219,7 @@ class OptimizedStep:
             )
         # Before the state is taken, which would be lost with a call that fails.
         others = self._layout.check_others(inputs[:argument] + inputs[argument + 1 :])
+        refuse_traced("step", others)
         outputs, pieces = self._program(self._weights, held.take(self), tuple(others))
         start = self._layout.outputs.start
         leaves = [*outputs[:start], Held(self, pieces), *outputs[start:]]

@@ -120,7 +120,7 @@ def prepare_table(
         runs = tuple(run for run in runs if run.size in sizes)
         pairs = tuple(pair for pair in pairs if all(run.size in sizes for run in pair))
     if runs or pairs:
-        check_writable("profile=", path)
+        check_writable("profile", path)
     with phases.phase("compile stages") as report:
         timer.prepare([*((run,) for run in runs), *pairs], report)
     return PreparedTable(

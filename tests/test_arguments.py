@@ -1,5 +1,8 @@
 """Arguments of a wrong type are refused by name, and numbers of any library are taken."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,3 +214,28 @@ def test_arguments_of_a_search_of_another_type_are_refused_by_name(given, messag
     asked = {"outline": program(2, 3), "profile": Profile(provenance=provenance())}
     with pytest.raises(InputTypeError, match=message):
         plain(search)(**{**asked, "batch_size": 4} | given)
+
+
+WRONG_TYPES = """
+from pbjax.plan import Plan
+from pbjax.profiling import Profile
+from pbjax.schedule import Split
+calls = {calls!r}
+for call in calls:
+    try:
+        eval(call)
+    except TypeError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_sizes_and_paths_of_another_type_are_refused_by_name():
+    """In a process of its own: here annotations are checked before."""
+    sizes = ("5", "'ab'", "(1.5, 2)", "('a',)", "(True, 1)")
+    calls = [*(f"Split(sizes={s})" for s in sizes), "Plan.load(5)", "Profile.load(None)"]
+    code = WRONG_TYPES.format(calls=calls)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *of_sizes, plan, profile = done.stdout.splitlines()
+    assert [line.startswith("InputTypeError Split(sizes): ") for line in of_sizes] == [True] * 5
+    assert plan.startswith("InputTypeError load(path): a int; the path of a file is allowed")
+    assert profile.startswith("InputTypeError load(path): a NoneType; the path of a file is")

@@ -243,10 +243,11 @@ def test_layers_of_a_deleted_model_are_held_stacked_alone(monkeypatch):
     assert all(layer() is None for layer in stacked)
 
 
+@pytest.mark.parametrize("rows", [4, 3])  # as it is, and padded
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
-def test_call_inside_a_transformation_is_refused(module, transform):
+def test_call_inside_a_transformation_is_refused(module, transform, rows):
     _, fast = module
-    (x,) = tokens(4)
+    (x,) = tokens(rows)
     call = transform(lambda scale: fast(x * scale).sum())
     refused(lambda: call(jnp.ones(2) if transform is jax.vmap else 1.0), errors.InputTypeError)
 

@@ -104,6 +104,16 @@ def test_a_state_is_used_up_by_a_call(unsplit):
         unsplit(x, held)
 
 
+def test_a_call_that_is_traced_is_refused_and_the_state_stays(unsplit):
+    x, cache = example()
+    held = unsplit.hold(jax.tree.map(jnp.copy, cache))
+    with pytest.raises(InputTypeError, match="step: an input is being traced"):
+        jax.jit(lambda x: unsplit(x, held).hidden)(x)
+    unsplit(x, held)
+    with pytest.raises(InputTypeError, match="hold: an input is being traced"):
+        jax.jit(lambda cache: unsplit.hold(cache))(cache)
+
+
 def test_a_state_belongs_to_its_step(woven, unsplit):
     x, cache = example()
     with pytest.raises(InputError, match="another step's"):
