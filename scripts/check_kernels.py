@@ -76,6 +76,7 @@ def _prepare(kernels, pattern, seed, index):
     results = jax.tree.leaves(jax.eval_shape(case.run, *shapes))
     expected = jax.tree.leaves(jax.eval_shape(case.reference, *shapes))
     bounds = [jax.ShapeDtypeStruct((), jnp.float32)] * len(results)
+    tally = none_differ(results)
 
     def poison():
         return [jnp.full(x.shape, jnp.nan, case.dtype) for x in expected]
@@ -87,9 +88,8 @@ def _prepare(kernels, pattern, seed, index):
         jax.jit(case.run).lower(*shapes).compile(),
         reference.lower(*shapes).compile(),
         jax.jit(poison).lower().compile(),
-        add_call.lower(
-            jax.eval_shape(none_differ, results), jnp.int32(0), results, results
-        ).compile(),
+        tally,
+        add_call.lower(tally, results, results).compile(),
         jax.jit(_magnitudes).lower(expected).compile(),
         jax.jit(_shares).lower(results, expected, bounds, bounds).compile(),
     )
@@ -104,14 +104,14 @@ def _check(repeats, _, prepared):
 
     from pallas_kernels.testing import tolerance
 
-    case, make, run, reference, poison, add, magnitudes_of, shares = prepared
+    case, make, run, reference, poison, tally, add, magnitudes_of, shares = prepared
     inputs = make()
     expected = jax.tree.leaves(reference(*inputs))
     canaries = [jnp.full((CANARY_BYTES,), CANARY, jnp.uint8) for _ in range(CANARIES)]
-    first, tally = repeated(run, inputs, poison, add, repeats)
+    first, tally = repeated(functools.partial(run, *inputs), poison, tally, add, repeats)
     if not all(np.all(np.asarray(canary) == CANARY) for canary in canaries):
         return float("nan"), "a canary was overwritten"
-    if problem := describe(tally, repeats - 1):
+    if problem := describe(tally):
         return float("nan"), problem
     magnitudes = magnitudes_of(expected)
     bounds = [
@@ -124,22 +124,18 @@ def _check(repeats, _, prepared):
     return worst, "" if worst <= 1 else f"error is {worst:.3g} times the tolerance"
 
 
-def repeated(run, inputs, poison, add, repeats):
+def repeated(run, poison, tally, add, repeats):
     """The results of the first run, and the tally of the others, compared with them."""
     import jax
-    import jax.numpy as jnp
-    from kernel_cases.repeats import none_differ
 
     jax.block_until_ready(poison())
-    first = jax.block_until_ready(jax.tree.leaves(run(*inputs)))
-    tally = none_differ(first)
+    first = jax.block_until_ready(jax.tree.leaves(run()))
     for start in range(1, repeats, BURST):
-        numbers = range(start, min(start + BURST, repeats))
-        filled = [poison() for _ in numbers]
+        count = min(BURST, repeats - start)
+        filled = [poison() for _ in range(count)]
         del filled  # Queued before the runs, whose results take its place.
-        burst = [jax.tree.leaves(run(*inputs)) for _ in numbers]
-        for number, results in zip(numbers, burst, strict=True):
-            tally = add(tally, jnp.int32(number), first, results)
+        for results in [jax.tree.leaves(run()) for _ in range(count)]:
+            tally = add(tally, first, results)
     return first, tally
 
 

@@ -30,27 +30,30 @@ class Faulty:
         self.faulty_calls, self.place, self.calls = faulty_calls, place, 0
         self.right = jnp.arange(48, dtype=jnp.float32).reshape(6, 8).astype(dtype)
 
-    def __call__(self, *inputs):
+    def __call__(self):
         self.calls += 1
         wrong = self.calls - 1 in self.faulty_calls
-        again = self.right + 0  # The tally may not see one array twice.
-        return [jnp.zeros(3), again.at[self.place].set(1000) if wrong else again]
+        return [jnp.zeros(3), self.right.at[self.place].set(1000) if wrong else self.right]
+
+    def repeated(self, scripts, repeats):
+        tally = scripts.repeats.none_differ([jnp.zeros(3), self.right])
+        poison = partial(jnp.full, (6, 8), jnp.nan)
+        return scripts.check.repeated(self, poison, tally, scripts.repeats.add_call, repeats)
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 5, 6, 11])
 def test_repeats_are_as_many_as_asked_for_and_equal(scripts, repeats):
-    run, add = Faulty(()), scripts.repeats.add_call
-    poison = partial(jnp.full, (6, 8), jnp.nan)
-    first, tally = scripts.check.repeated(run, (), poison, add, repeats)
+    run = Faulty(())
+    first, tally = run.repeated(scripts, repeats)
     assert run.calls == repeats
     assert np.array_equal(first[1], run.right)
-    assert scripts.repeats.describe(tally, repeats - 1) == ""
+    assert scripts.repeats.describe(tally) == ""
+    assert int(tally.compared) == repeats - 1
 
 
 def test_runs_that_differ_are_counted_and_placed(scripts):
-    run, add = Faulty((7, 9)), scripts.repeats.add_call
-    _, tally = scripts.check.repeated(run, (), lambda: None, add, 12)
-    assert scripts.repeats.describe(tally, 11) == (
+    _, tally = Faulty((7, 9)).repeated(scripts, 12)
+    assert scripts.repeats.describe(tally) == (
         "2 of 11 repeats differ, number 7 the first; "
         "result 1(6, 8): 1 elements, by 971, at [3] x [5]"
     )
@@ -66,17 +69,15 @@ def test_runs_that_differ_are_counted_and_placed(scripts):
 )
 def test_bits_are_compared(scripts, first, again, calls):
     repeats, pair = scripts.repeats, ([jnp.array(first)], [jnp.array(again)])
-    tally = repeats.add(repeats.none_differ(pair[0]), jnp.int32(1), *pair)
+    tally = repeats.add(repeats.none_differ(pair[0]), *pair)
     assert int(tally.calls) == calls
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float8_e4m3fn", "float16", "int32"])
 def test_any_type_is_compared(scripts, dtype):
     repeats, x = scripts.repeats, jnp.zeros((2, 2), dtype)
-    tally = repeats.add(
-        repeats.none_differ([x]), jnp.int32(1), [x], [x.at[0, 1].set(jnp.ones((), dtype))]
-    )
-    assert repeats.describe(tally, 1).endswith("by 1, at [0] x [1]")
+    tally = repeats.add(repeats.none_differ([x]), [x], [x.at[0, 1].set(jnp.ones((), dtype))])
+    assert repeats.describe(tally).endswith("by 1, at [0] x [1]")
 
 
 def test_tiles_show_as_ranges(scripts):
@@ -98,6 +99,23 @@ def test_a_digest_changes_with_any_bit_and_with_the_order(scripts):
         words[40] = 1 << bit
         kinds.add(int(scripts.repeats.digest(jnp.asarray(words))))
     assert len(kinds) == 17
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+def test_a_kernel_is_repeated_and_then_judged(scripts, monkeypatch, error):
+    case = importlib.import_module("kernel_cases").Case(
+        kernel="double",
+        name="a",
+        dtype="bfloat16",
+        make=lambda key: (jnp.arange(64.0, dtype=jnp.bfloat16).reshape(8, 8),),
+        run=lambda x: 2 * x + error,
+        reference=lambda x: 2 * x.astype(jnp.float32),
+        close=({"reduction": 1},),
+    )
+    monkeypatch.setattr(scripts.check, "load_cases", lambda *_: [case])
+    prepared = scripts.check._prepare(("double",), "", 0, 0)
+    worst, problem = scripts.check._check(11, 0, prepared)
+    assert (worst <= 1, problem[:8]) == ((False, "error is") if error else (True, ""))
 
 
 def item(scripts, **changes):

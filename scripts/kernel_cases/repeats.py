@@ -19,21 +19,24 @@ class Tally(NamedTuple):
     """What has differed so far, on the device.
 
     Attributes:
-      calls: How many calls.
+      compared: How many calls were compared.
+      calls: How many of them differed.
       first: Number of the first call that did, -1 if none has.
       largest: For each result, the largest difference, in f32; NaN where a value was none.
       places: For each result, which elements.
     """
 
+    compared: Array
     calls: Array
     first: Array
     largest: tuple[Array, ...]
     places: tuple[Array, ...]
 
 
-def none_differ(results: Sequence[Array]) -> Tally:
-    """The tally before the first comparison."""
+def none_differ(results: Sequence[Array | jax.ShapeDtypeStruct]) -> Tally:
+    """The tally before the first comparison, of such results."""
     return Tally(
+        compared=jnp.int32(0),
         calls=jnp.int32(0),
         first=jnp.int32(-1),
         largest=tuple(jnp.float32(0) for _ in results),
@@ -41,13 +44,14 @@ def none_differ(results: Sequence[Array]) -> Tally:
     )
 
 
-def add(tally: Tally, number: Array, expected: Sequence[Array], results: Sequence[Array]) -> Tally:
-    """The tally with one more call, by its number; to be compiled."""
+def add(tally: Tally, expected: Sequence[Array], results: Sequence[Array]) -> Tally:
+    """The tally with one more call; to be compiled."""
     places = [bits(a) != bits(b) for a, b in zip(expected, results, strict=True)]
     differs = jnp.any(jnp.stack([jnp.any(x) for x in places]))
     return Tally(
+        compared=tally.compared + 1,
         calls=tally.calls + differs,
-        first=jnp.where(differs & (tally.first < 0), number, tally.first),
+        first=jnp.where(differs & (tally.first < 0), tally.compared + 1, tally.first),
         largest=tuple(
             # Not maximum of the values: NaNs of the same bits are no difference.
             jnp.maximum(old, jnp.max(jnp.where(x, _distance(a, b), 0.0), initial=0.0))
@@ -57,12 +61,12 @@ def add(tally: Tally, number: Array, expected: Sequence[Array], results: Sequenc
     )
 
 
-def describe(tally: Tally, compared: int) -> str:
+def describe(tally: Tally) -> str:
     """How many of the compared calls differ and where; empty if none does."""
-    calls = int(tally.calls)
+    compared, calls, first = map(int, (tally.compared, tally.calls, tally.first))
     if not calls:
         return ""
-    parts = [f"{calls:,d} of {compared:,d} repeats differ, number {int(tally.first)} the first"]
+    parts = [f"{calls:,d} of {compared:,d} repeats differ, number {first} the first"]
     for i, (place, largest) in enumerate(zip(tally.places, tally.largest, strict=True)):
         where = np.asarray(place)
         if where.any():
