@@ -1,6 +1,7 @@
 """`optimize` with saved plans and measured tables: what is measured, reused and refused."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
