@@ -203,6 +203,10 @@ def masked_before_the_cap(q, k, v):
     return attend(q, k, v, lambda scores: jnp.tanh(jnp.where(causal, scores, -1e9)))
 
 
+def capped_twice(q, k, v):
+    return attend(q, k, v, lambda scores: 3.0 * jnp.tanh(2.0 * jnp.tanh(scores / 2.0) / 3.0))
+
+
 def through_a_sine(q, k, v):
     return attend(q, k, v, jnp.sin)
 
@@ -216,6 +220,7 @@ def wide_values(q, k, v):
     [
         (biased_before_the_cap, "the scores go through tanh"),
         (masked_before_the_cap, "the scores go through tanh"),
+        (capped_twice, "the scores go through tanh"),
         (through_a_sine, "the scores go through sin"),
         (masked_by_score, "the mask is a function of the scores, by gt"),
         (over_queries, "the softmax runs over another axis than the product with the values"),

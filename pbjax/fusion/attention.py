@@ -184,13 +184,18 @@ def _is_product(reading: Reading, atom: Atom) -> bool:
 def _is_near_product(reading: Reading, atom: Atom) -> bool:
     for _ in range(NEAR):
         operation = reading.maker(reading.core(atom))
-        inputs = [a for a in operation.inputs if not reading.is_weight(a)] if operation else []
+        inputs = [a for a in (operation.inputs if operation else ()) if _is_data(reading, a)]
         if not inputs:
             return False
         atom = reading.core(inputs[0])
         if _is_product(reading, atom):
             return True
     return False
+
+
+def _is_data(reading: Reading, atom: Atom) -> bool:
+    """Whether scores may have come this way: no weight, no number such as a cap, no mask."""
+    return reading.is_float(atom) and not reading.is_weight(atom) and reading.scalar(atom) is None
 
 
 def _check_sums(axes: Axes, keys: Axis, sides: Sequence[Layout], out: Layout) -> None:
