@@ -6,7 +6,8 @@ round starts processes for each program: all compile at the same time, then one 
 calls its program, the very first call of the process included. In every second round the device's
 memory is filled before, but for what the program needs. Inputs are summed up before and after, and
 so is the copy of the state that the first call uses up: processes are compared, whether these, or
-only what was made of them, ever differed.
+only what was made of them, ever differed. With --together processes do not take turns: the device
+switches between them in the middle of kernels, and its memory is not filled.
 
     PYTHONPATH=. python scripts/stress_programs.py [--programs ...] [--calls 100] [--rounds 4]
 """
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100, help="of a process, 2 or more")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--copies", type=int, default=1, help="processes of a program in a round")
+    parser.add_argument("--together", action="store_true", help="processes share the GPU in time")
     parser.add_argument("--tiny", action="store_true", help="small programs: a try on the CPU")
     args = parser.parse_args()
     if args.calls < 2 or args.rounds < 1 or args.copies < 1:
@@ -92,13 +94,14 @@ def main() -> int:
     found: dict[str, list[Outcome]] = {program: [] for program in programs}
     start, failed = time.time(), 0
     for number in range(args.rounds):
-        full = bool(number % 2) and not args.tiny
+        full = bool(number % 2) and not (args.tiny or args.together)
         items = [
             Item(program=program, calls=args.calls, full=full, tiny=args.tiny)
             for program in programs
             for _ in range(args.copies)
         ]
-        for item, result in pool.run(prepare, measure, items, len(items), quiet=True):
+        alone = not args.together
+        for item, result in pool.run(prepare, measure, items, len(items), quiet=True, alone=alone):
             text = result if isinstance(result, str) else result.problem
             if not isinstance(result, str):
                 text = text or against(found[item.program], result)
@@ -116,10 +119,14 @@ def prepare(item: Item):
     """Compiles a program.
 
     Returns:
-      What goes in; what begins, and returns copies that the first call uses up and a call without
-      arguments; the bytes that it needs beside what goes in.
+      What goes in, and its digests; what begins, and returns copies that the first call uses up and
+      a call without arguments; the bytes that it needs beside what goes in.
     """
-    return step_call(item) if " " in item.program else model_call(item)
+    import numpy as np
+    from kernel_cases.repeats import digests
+
+    inputs, begin, room_bytes = step_call(item) if " " in item.program else model_call(item)
+    return inputs, np.asarray(digests(inputs)), begin, room_bytes
 
 
 def measure(item: Item, ready) -> Outcome:
@@ -129,8 +136,7 @@ def measure(item: Item, ready) -> Outcome:
     import numpy as np
     from kernel_cases.repeats import add_call, describe, digests, none_differ
 
-    inputs, begin, room_bytes = ready
-    before = np.asarray(digests(inputs))
+    inputs, before, begin, room_bytes = ready
     filling = fill(room_bytes) if item.full else []
     copies, call = begin()
     copied = digests(copies) if copies else ()
@@ -144,7 +150,7 @@ def measure(item: Item, ready) -> Outcome:
     problem = describe(jax.block_until_ready(tally))
     seconds = (time.perf_counter() - start) / (item.calls - 1)
     if (moved := int(np.sum(before != np.asarray(digests(inputs))))) and not problem:
-        problem = f"{moved} of {len(before)} inputs are not what they were before the first call"
+        problem = f"{moved} of {len(before)} inputs are not what they were when they were made"
     del filling
     return Outcome(
         problem=problem,

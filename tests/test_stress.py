@@ -137,15 +137,16 @@ def test_a_program_gives_the_same_in_every_call(scripts, program):
 
 def test_a_call_that_differs_and_an_input_that_moves_are_found(scripts):
     measure, weights = scripts.stress.measure, [jnp.ones(4)]
-    outcome = measure(item(scripts), (weights, lambda: ([], Faulty((2,))), 0))
+    before = np.asarray(scripts.repeats.digests(weights))
+    outcome = measure(item(scripts), (weights, before, lambda: ([], Faulty((2,))), 0))
     assert outcome.problem.startswith("1 of 3 repeats differ, number 2 the first; result 1(6, 8)")
 
     def overwriting():
         weights[0] = jnp.zeros(4)
         return [jnp.ones(2)]
 
-    outcome = measure(item(scripts), (weights, lambda: ([], overwriting), 0))
-    assert outcome.problem == "1 of 1 inputs are not what they were before the first call"
+    outcome = measure(item(scripts), (weights, before, lambda: ([], overwriting), 0))
+    assert outcome.problem == "1 of 1 inputs are not what they were when they were made"
 
 
 def test_processes_are_compared_by_inputs_and_first_call(scripts):

@@ -89,6 +89,12 @@ def ranges_of(places: np.ndarray) -> str:
     return " x ".join(f"[{text}]" for text in found)
 
 
+def digests(arrays: Sequence[Array]) -> Array:
+    """The digest of each."""
+    return jnp.stack([digest(x) for x in arrays])
+
+
+@jax.jit
 def digest(x: Array) -> Array:
     """A number in which every bit of an array counts, whatever the order of the sum.
 
@@ -112,4 +118,3 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 add_call = jax.jit(add, donate_argnums=0)
-digests = jax.jit(lambda arrays: jnp.stack([digest(x) for x in arrays]))
