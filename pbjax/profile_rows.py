@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pbjax.arguments import check_figures
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
+from pbjax.outline import StageInfo
 
 SMALLEST_SIZE = 2
 
@@ -88,6 +89,31 @@ class Row:
         seconds = {"median_s": self.median_s, "spread_s": self.spread_s}
         check_figures(f"Row(stage={self.stage!r})", seconds, "measure the row again")
 
+    @classmethod
+    def of(
+        cls,
+        stage: StageInfo,
+        batch_size: int,
+        median_s: float,
+        sm_budget: int = 0,
+        *,
+        spread_s: float = 0.0,
+        samples: int = 1,
+    ) -> "Row":
+        """The row of a stage; arguments as the attributes."""
+        return cls(
+            stage=stage.name,
+            fingerprint=stage.fingerprint,
+            resource=stage.resource,
+            dtype=stage.dtype,
+            batch_size=batch_size,
+            shape=stage.shape,
+            sm_budget=sm_budget,
+            median_s=median_s,
+            spread_s=spread_s,
+            samples=samples,
+        )
+
     @property
     def key(self) -> tuple[str, int, int]:
         """What one row is looked up and merged by."""
@@ -123,6 +149,24 @@ class CorunRow:
         slowdowns = {f"slowdowns[{i}]": value for i, value in enumerate(self.slowdowns)}
         asked = f"CorunRow(stages={self.stages})"
         check_figures(asked, slowdowns, "measure the pair again", zero=False)
+
+    @classmethod
+    def of(
+        cls,
+        stages: tuple[StageInfo, StageInfo],
+        batch_sizes: tuple[int, int],
+        slowdowns: tuple[float, float],
+        sm_budgets: tuple[int, int] = (0, 0),
+    ) -> "CorunRow":
+        """The row of two stages; arguments as the attributes."""
+        a, b = stages
+        return cls(
+            stages=(a.name, b.name),
+            fingerprints=(a.fingerprint, b.fingerprint),
+            batch_sizes=batch_sizes,
+            sm_budgets=sm_budgets,
+            slowdowns=slowdowns,
+        )
 
     @property
     def key(self) -> tuple[tuple[str, int, int], ...]:

@@ -225,16 +225,11 @@ def _fill[Item](
 
 
 def _row(run: Run, timing: Timing) -> Row:
-    stage = run.stage
-    return Row(
-        stage=stage.name,
-        fingerprint=stage.fingerprint,
-        resource=stage.resource,
-        dtype=stage.dtype,
-        batch_size=run.size,
-        shape=stage.shape,
+    return Row.of(
+        run.stage,
+        run.size,
+        _four_digits(timing.median_s),
         sm_budget=run.sm_budget,
-        median_s=_four_digits(timing.median_s),
         spread_s=_four_digits(timing.spread_s),
         samples=timing.samples,
     )
@@ -244,12 +239,11 @@ def _corun_row(profile: Profile, pair: tuple[Run, Run], together_s: float) -> Co
     a, b = pair
     alone = [profile.seconds(run.stage, run.size, run.sm_budget) for run in pair]
     slow_a, slow_b = (_four_digits(together_s / seconds) for seconds in alone)
-    return CorunRow(
-        stages=(a.stage.name, b.stage.name),
-        fingerprints=(a.stage.fingerprint, b.stage.fingerprint),
-        batch_sizes=(a.size, b.size),
+    return CorunRow.of(
+        (a.stage, b.stage),
+        (a.size, b.size),
+        (slow_a, slow_b),
         sm_budgets=(a.sm_budget, b.sm_budget),
-        slowdowns=(slow_a, slow_b),
     )
 
 

@@ -114,7 +114,7 @@ def table(chance, outline, batch_size, shape, budgets=()):
     """
     sizes = grid(batch_size)
     rows = [
-        row(stage, size, seconds)
+        Row.of(stage, size, seconds)
         for stage in outline.stages
         for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
     ]
@@ -123,12 +123,14 @@ def table(chance, outline, batch_size, shape, budgets=()):
     shares = [dict(zip(ResourceClass, sms, strict=True)) for sms in budgets]
     for share in shares:
         rows += [
-            row(each, size, chance.uniform(1, 1.2) * alone[each.name, size], share[each.resource])
+            Row.of(
+                each, size, chance.uniform(1, 1.2) * alone[each.name, size], share[each.resource]
+            )
             for each in outline.block
             for size in measured
         ]
     pairs = [
-        pair(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
+        CorunRow.of((a, b), (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
         for i, a in enumerate(outline.stages)
         for b in outline.stages[i + 1 :]
         if a.resource != b.resource
@@ -136,9 +138,8 @@ def table(chance, outline, batch_size, shape, budgets=()):
         for n in measured
     ]
     pairs += [
-        pair(
-            a,
-            b,
+        CorunRow.of(
+            (a, b),
             (m, m),
             (chance.uniform(1, 1.2), chance.uniform(1, 1.2)),
             (share[a.resource], share[b.resource]),
@@ -174,33 +175,6 @@ def curve(chance, shape, sizes):
         "straight": lambda b: slope * b,
     }
     return [shapes[shape](size) * 1e-4 for size in sizes]
-
-
-def row(stage, batch_size, median_s, sm_budget=0):
-    """One row of a table."""
-    return Row(
-        stage=stage.name,
-        fingerprint=stage.fingerprint,
-        resource=stage.resource,
-        dtype=stage.dtype,
-        batch_size=batch_size,
-        shape=stage.shape,
-        sm_budget=sm_budget,
-        median_s=median_s,
-        spread_s=0.0,
-        samples=1,
-    )
-
-
-def pair(a, b, batch_sizes, slowdowns, sm_budgets=(0, 0)):
-    """One row of two stages together."""
-    return CorunRow(
-        stages=(a.name, b.name),
-        fingerprints=(a.fingerprint, b.fingerprint),
-        batch_sizes=batch_sizes,
-        sm_budgets=sm_budgets,
-        slowdowns=slowdowns,
-    )
 
 
 if __name__ == "__main__":

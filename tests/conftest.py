@@ -8,8 +8,13 @@ os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 import pytest
+from hypothesis import settings
 
 from .fakes import FakeTimer
+
+# What a test takes depends on what else the machine does.
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -28,28 +28,10 @@ A, B, C = stage("a"), stage("b"), stage("c")
 
 
 def row(stage, batch_size, median_s=1.0, sm_budget=0):
-    return Row(
-        stage=stage.name,
-        fingerprint=stage.fingerprint,
-        resource=stage.resource,
-        dtype=stage.dtype,
-        batch_size=batch_size,
-        shape=stage.shape,
-        sm_budget=sm_budget,
-        median_s=median_s,
-        spread_s=0.0,
-        samples=5,
-    )
+    return Row.of(stage, batch_size, median_s, sm_budget, samples=5)
 
 
-def corun(stages, batch_sizes, slowdowns, sm_budgets=(0, 0)):
-    return CorunRow(
-        stages=(stages[0].name, stages[1].name),
-        fingerprints=(stages[0].fingerprint, stages[1].fingerprint),
-        batch_sizes=batch_sizes,
-        sm_budgets=sm_budgets,
-        slowdowns=slowdowns,
-    )
+corun = CorunRow.of
 
 
 def profile(*rows, corun=(), **provenance):

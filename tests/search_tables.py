@@ -26,29 +26,11 @@ def stage(name, resource=ResourceClass.CUDA, held_bytes_per_row=0.0):
     )
 
 
-def row(stage, batch_size, median_s, sm_budget=0):
-    return Row(
-        stage=stage.name,
-        fingerprint=stage.fingerprint,
-        resource=stage.resource,
-        dtype=stage.dtype,
-        batch_size=batch_size,
-        shape=stage.shape,
-        sm_budget=sm_budget,
-        median_s=median_s,
-        spread_s=0.0,
-        samples=1,
-    )
+row = Row.of
 
 
-def corun(a, b, sizes, slowdowns, sm_budgets=(0, 0)):
-    return CorunRow(
-        stages=(a.name, b.name),
-        fingerprints=(a.fingerprint, b.fingerprint),
-        batch_sizes=sizes,
-        sm_budgets=sm_budgets,
-        slowdowns=slowdowns,
-    )
+def corun(a, b, *figures):
+    return CorunRow.of((a, b), *figures)
 
 
 def program(num_stages, num_blocks=3, has_ends=True):

@@ -27,7 +27,7 @@ def einsums(draw):
     return f"{','.join(terms)}->{''.join(out)}"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(einsums())
 def test_random_einsum_is_accepted_if_and_only_if_the_batch_stays(spec):
     size = {"b": BATCH, "t": T, "d": D, "e": 3}
@@ -108,7 +108,7 @@ def run(program, x, xp):
     return x, touched or {"batch"} not in axes
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(PROGRAMS)
 def test_random_program_is_accepted_if_rows_are_apart_and_splits_if_accepted(program):
     x = weight(BATCH, T, D, seed=11).astype(np.float64)

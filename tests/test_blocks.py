@@ -232,7 +232,7 @@ LAYERS = (
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=25, derandomize=True, phases=[Phase.generate])
 @given(
     pattern=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3),
     count=st.integers(1, 4),

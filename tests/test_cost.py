@@ -285,7 +285,7 @@ def test_intensity_is_work_over_bytes():
     assert cost(flops=1).intensity == math.inf
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 12),
     window=st.integers(1, 5),

@@ -66,7 +66,7 @@ def expected(rows, which=0):
 # What a text becomes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=60).filter(any))
 def test_vectors_are_those_of_each_sequence_alone(lengths):
     rows = sequences(lengths)
@@ -74,7 +74,7 @@ def test_vectors_are_those_of_each_sequence_alone(lengths):
     np.testing.assert_allclose(found, expected(rows), **CLOSE)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=20), st.integers(0, 19))
 def test_vector_does_not_depend_on_the_neighbours(lengths, index):
     rows = sequences(lengths)

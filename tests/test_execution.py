@@ -65,7 +65,7 @@ def assert_same(split, unsplit):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=4, derandomize=True, phases=[Phase.generate])
 @given(case=cases())
 def test_any_split_equals_the_unsplit_program(name, case):
     num_layers, sizes, staggers, unroll = case

@@ -62,7 +62,7 @@ def arrays(top_k=None, top_p=1.0, min_p=0.0, temperature=1.0, penalty=1.0, batch
     return sampling.settings_of(found, batch_size, vocab)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(SCORES, FILTERS)
 def test_filters_keep_what_their_definitions_keep(scores, filters):
     if close_call(scores, *filters):
@@ -72,7 +72,7 @@ def test_filters_keep_what_their_definitions_keep(scores, filters):
     np.testing.assert_array_equal(found[np.isfinite(found)], scores[np.isfinite(found)])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SCORES, FILTERS, st.permutations(range(V)))
 def test_order_of_the_vocabulary_does_not_matter(scores, filters, order):
     order = np.array(order)
@@ -83,14 +83,14 @@ def test_order_of_the_vocabulary_does_not_matter(scores, filters, order):
     np.testing.assert_array_equal(np.isfinite(one)[order], np.isfinite(two))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SCORES, FILTERS)
 def test_best_token_may_always_be_drawn(scores, filters):
     found = sampling.keep_likely(jnp.asarray(scores)[None], arrays(*filters), sorts=True)[0]
     assert np.isfinite(found[scores.argmax()])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SCORES, PARTS)
 def test_min_p_alone_needs_no_sorting(scores, min_p):
     one, two = (
@@ -100,7 +100,7 @@ def test_min_p_alone_needs_no_sorting(scores, min_p):
     np.testing.assert_array_equal(one, two)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SCORES, st.sets(st.integers(0, V - 1)), st.integers(5, 20).map(lambda tenths: tenths / 10))
 def test_penalty_is_that_of_its_definition(scores, seen, penalty):
     mask = np.isin(np.arange(V), list(seen))

@@ -60,7 +60,7 @@ def test_text_ends_before_the_first_stop_string():
     assert stream("one two", ["one"]) == (["", "", ""], True)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.text("abc é", max_size=12), st.lists(st.text("abc é", min_size=1, max_size=3), max_size=3)
 )

@@ -30,7 +30,7 @@ def served_one_by_one(arrivals, sizes, service_s):
     return np.array(done)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(gaps=gaps, cost=costs, batch_size=st.integers(1, 9))
 def test_no_query_is_lost_and_none_is_faster_than_its_batch(scenarios, gaps, cost, batch_size):
     arrivals = np.cumsum(gaps)
@@ -50,7 +50,7 @@ def test_no_query_is_lost_and_none_is_faster_than_its_batch(scenarios, gaps, cos
     np.testing.assert_allclose(served.latencies_s, expected, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(gaps=gaps, batch_size=st.integers(1, 9))
 def test_nothing_waits_while_the_device_is_free(scenarios, gaps, batch_size):
     arrivals = np.cumsum(gaps)

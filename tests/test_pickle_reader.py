@@ -166,7 +166,7 @@ def test_opcodes_that_are_carried_out_are_those_of_a_state_dict():
                 read_state_dict(b"\x80\x02" + code.code.encode("latin-1") + b"\x00" * 8, "m")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_program_is_read_or_refused_and_nothing_else(data):
     with zipfile.ZipFile(STATE) as archive:
@@ -184,7 +184,7 @@ def test_damaged_program_is_read_or_refused_and_nothing_else(data):
         assert 0 in tensor.shape or tensor.offset + last < values
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_random_program_is_refused(program):
     with pytest.raises(models.CheckpointError):

@@ -146,7 +146,7 @@ def test_corrupt_file_is_refused(tmp_path, content):
     refused(lambda: Plan.load(tmp_path / "plan.json"), FileError)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(share=st.floats(0, 0.99))
 def test_truncated_file_is_refused(tmp_path_factory, share):
     path = tmp_path_factory.mktemp("cut") / "plan.json"

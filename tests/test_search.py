@@ -34,7 +34,7 @@ def test_window_is_within_a_hundredth_of_exhaustive_for_a_tenth_of_the_evaluatio
     assert window.evaluations + window.bounds <= exhaustive.evaluations / 10
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum(chance, batch_size, num_stages):
     outline = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
@@ -58,7 +58,7 @@ def test_window_over_budgets_is_within_a_hundredth_of_exhaustive(seed):
     assert window.evaluations + window.bounds <= exhaustive.evaluations / 10
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(1, 16), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum_of_all_budgets(chance, batch_size, num_stages):
     outline = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
@@ -69,7 +69,7 @@ def test_small_batches_get_the_exhaustive_optimum_of_all_budgets(chance, batch_s
     assert window.best.sm_budgets == exhaustive.best.sm_budgets
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.randoms(use_true_random=False), st.integers(2, 24))
 def test_budgets_are_predicted_as_evaluate_does_and_chosen_only_if_faster(chance, batch_size):
     outline = program(2)
@@ -86,7 +86,7 @@ def test_budgets_are_predicted_as_evaluate_does_and_chosen_only_if_faster(chance
             assert found.prediction.makespan_s < best
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.randoms(use_true_random=False), st.integers(1, 300), st.integers(1, 4))
 def test_result_is_between_the_bound_and_the_unsplit_program(chance, batch_size, num_stages):
     outline = program(num_stages)
@@ -97,7 +97,7 @@ def test_result_is_between_the_bound_and_the_unsplit_program(chance, batch_size,
     assert best <= result.by_count[1].prediction.makespan_s * (1 + 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.randoms(use_true_random=False), st.integers(2, 200))
 def test_candidates_predict_what_evaluate_does(chance, batch_size):
     outline = program(3)

@@ -102,7 +102,7 @@ class EachChecked(Candidates):
         return [each for each in every if predicted_bytes(outline, sizes, each) <= limit]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(2, 40), st.integers(1, 3), st.booleans())
 def test_search_finds_what_checking_every_candidate_does(
     chance, batch_size, num_stages, has_budgets
@@ -134,7 +134,7 @@ def attempt(run):
         return None, str(error)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(2, 16), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum_within_the_limit(chance, batch_size, num_stages):
     outline = with_memory(chance, program(num_stages, chance.choice((1, 4))))

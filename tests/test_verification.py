@@ -39,7 +39,7 @@ def test_rows_that_belong_together_stay_together():
     np.testing.assert_array_equal(again, same)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**31), st.integers(-5, 5), st.integers(0, 40))
 def test_integers_stay_in_the_range_of_the_example(seed, low, span):
     ids = np.linspace(low, low + span, 12).astype(np.int32).reshape(4, 3)
