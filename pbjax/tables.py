@@ -14,7 +14,7 @@ from pallas_kernels.relaunch import can_relaunch
 from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.classify import relabel
 from pbjax.device import Device
-from pbjax.errors import DeviceError
+from pbjax.errors import DeviceError, InputError
 from pbjax.files import check_writable
 from pbjax.outline import Outline
 from pbjax.phases import Phases
@@ -80,6 +80,7 @@ def measured_table(
       FileError: The file is corrupt, or rows are missing and it cannot be written.
       DeviceError: The table is of another device kind; its seconds say nothing here, and writing
         to its file would lose them.
+      InputError: The file has seconds of bursts, which it would lose as well.
     """
     return prepare_table(analysis, leaves, profile, phases, command).measure(phases)
 
@@ -110,7 +111,7 @@ def prepare_table(
         f"pbjax.optimize({analysis.model.name}, batch of {analysis.batch.batch_size})"
     )
     here = Profile(provenance=provenance_here(analysis.device.kind, command))
-    warning = _check(analysis, known) if known else ""
+    warning = _check(analysis, known, path) if known else ""
     start = known.merge(here) if known else here
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
     wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
@@ -196,13 +197,19 @@ def _read(analysis: Analysis, path: Path | None) -> Profile | None:
     return reduce(Profile.merge, parts) if parts else None
 
 
-def _check(analysis: Analysis, known: Profile) -> str:
+def _check(analysis: Analysis, known: Profile, path: Path | None) -> str:
     kind = known.provenance.device_kind
     if kind != analysis.device.kind:
         raise DeviceError(
             f"optimize(profile=...): the table is of {kind!r}; this device is "
             f"{analysis.device.kind!r}; seconds of another device say nothing here; name another "
             "file, which is written then"
+        )
+    if path is not None and known.clock == "burst":
+        raise InputError(
+            f"optimize(profile={str(path)!r}): its seconds are of bursts; those of a long run are "
+            "measured now, and the two do not mix; name another file, which is written then, or "
+            "delete this one"
         )
     return usable_rows(known, kind, jax.__version__).warning or ""
 

@@ -6,7 +6,7 @@ import pytest
 
 from pbjax.analysis import analyse
 from pbjax.device import ResourceClass, find_device
-from pbjax.errors import DeviceError, FileError
+from pbjax.errors import DeviceError, FileError, InputError
 from pbjax.phases import Phases
 from pbjax.profiling import Profile, find_profiles, grid
 from pbjax.tables import measured_table, relabelled
@@ -80,6 +80,20 @@ def test_table_of_another_device_is_refused(analysis, timer):
     with pytest.raises(DeviceError, match="NVIDIA H200") as error:
         measured_table(analysis, tokens(6), foreign, Phases())
     assert str(error.value).count(";") >= 2
+
+
+def test_file_of_bursts_is_refused_and_kept(analysis, timer, tmp_path):
+    path = tmp_path / "t.json"
+    measured_table(analysis, tokens(6), path, Phases())
+    replace(Profile.load(path), clock="burst").save(path)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="its seconds are of bursts") as error:
+        measured_table(analysis, tokens(6), path, Phases())
+    assert str(error.value).count(";") >= 2
+    assert path.read_bytes() == before
+    found = measured_table(analysis, tokens(6), Profile.load(path), Phases())
+    assert found.profile.clock == "long run"
+    assert "its seconds are of bursts" in found.warning
 
 
 def test_shipped_table_is_used_where_there_is_one(analysis, timer, monkeypatch, tmp_path):
