@@ -167,7 +167,8 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
 
         x, layers = self._blocks(ids, positions, cache, attend_prompt)
         last = jnp.broadcast_to(lengths[:, None, None] - 1, (x.shape[0], 1, x.shape[2]))
-        return self._output(jnp.take_along_axis(x, last, axis=1), layers, lengths)
+        # A copy: who uses the cache up, as a step does, keeps the lengths that were given.
+        return self._output(jnp.take_along_axis(x, last, axis=1), layers, jnp.copy(lengths))
 
     def decode(self, tokens: Ids, cache: KVCache) -> CachedOutput:
         """Runs the next tokens of every sequence, usually one, and adds them to the cache.

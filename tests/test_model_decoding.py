@@ -97,6 +97,13 @@ def test_what_the_cache_held_before_does_not_count(name):
     check(decode(model, following(LENGTHS), output.cache).logits, name, LENGTHS + 1)
 
 
+def test_cache_shares_no_array_with_the_caller(name):
+    model, lengths = load(name), jnp.asarray(LENGTHS)
+    found = model.prefill(TOKENS[:, :9], lengths, model.empty_cache(3, 9)).cache
+    found.lengths.delete()
+    assert not lengths.is_deleted()
+
+
 def test_cache_has_the_dtype_of_the_weights_and_the_batch_first(name):
     held = load(name, "bfloat16").empty_cache(3, 16)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(held)} == {3}
