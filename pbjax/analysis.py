@@ -272,6 +272,11 @@ def _check_array(name: str, leaf: object) -> None:
             f"optimize: {name} is a {type(leaf).__name__}; inputs must be arrays or pytrees of "
             "arrays; wrap it in jnp.asarray, or bind it with functools.partial"
         )
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        raise InputError(
+            f"optimize: {name} was used up, as a state is by a call of its step; an array with "
+            "values is needed; make it anew"
+        )
 
 
 def _size(name: str, leaf: _ArrayLike, axis: object) -> int:

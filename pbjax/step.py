@@ -170,7 +170,7 @@ class OptimizedStep:
 
         Raises:
           InputTypeError: It has another structure.
-          InputError: It has other shapes or dtypes.
+          InputError: It has other shapes or dtypes, or was used up.
         """
         leaves, tree = jax.tree.flatten(state)
         if tree != self._layout.tree:
@@ -180,6 +180,11 @@ class OptimizedStep:
             )
         self._layout.check_state(leaves)
         refuse_traced("hold", leaves)
+        if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, Array)):
+            raise InputError(
+                "hold: an array of the state was used up by an earlier call; a state is held once; "
+                "release() what the last call returned, or make the state anew"
+            )
         return Held(self, self._layout.cut(_distinct(leaves)))
 
     def release(self, held: object) -> object:

@@ -104,6 +104,15 @@ def test_a_state_is_used_up_by_a_call(unsplit):
         unsplit(x, held)
 
 
+def test_a_state_that_was_used_up_is_not_held_again(unsplit):
+    x, cache = example()
+    unsplit(x, unsplit.hold(cache))
+    with pytest.raises(InputError, match="hold: an array of the state was used up"):
+        unsplit.hold(cache)
+    with pytest.raises(InputError, match="was used up"):
+        pbjax.optimize(step, x, cache, state=1)
+
+
 def test_a_call_that_is_traced_is_refused_and_the_state_stays(unsplit):
     x, cache = example()
     held = unsplit.hold(jax.tree.map(jnp.copy, cache))
