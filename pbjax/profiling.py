@@ -160,7 +160,7 @@ def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableR
         return UsableRows(
             profile=profile,
             warning="profile: its seconds are of bursts, at the highest clock; in a long run an "
-            "H200 takes up to a sixth longer; they are not mixed with seconds that are measured "
+            "H200 takes up to a fifth longer; they are not mixed with seconds that are measured "
             "now; measure a table anew (`pbjax profile`) for those of a long run",
         )
     return UsableRows(profile=profile, warning=None)

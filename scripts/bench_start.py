@@ -38,6 +38,11 @@ def main() -> None:
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if sum(args.split) != args.batch:
+        parser.error(
+            f"--split {args.split}: adds up to {sum(args.split)}; sizes that add up to --batch "
+            f"{args.batch} are allowed; give such"
+        )
     if args.start:
         print(json.dumps(start(args)))
         return
