@@ -158,7 +158,10 @@ def match(
 
 
 def _is_wider(dtype: np.dtype, gives: np.dtype | None) -> bool:
-    return gives is not None and dtype.itemsize > gives.itemsize
+    """Whether rounding to `gives` loses something: the 16-bit kinds differ in digits and range."""
+    if gives is None or dtype == gives:
+        return False
+    return dtype.itemsize >= gives.itemsize
 
 
 def named(kernel: str, parts: Mapping[str | None, object]) -> str:
