@@ -136,7 +136,7 @@ class LoweredProgram:
             options=self.options,
             temporary_bytes=memory.temp_size_in_bytes if memory else 0,
             weight_bytes=sum(w.nbytes for w in weights if id(w) not in own),
-            needed_bytes=beside + _bytes_while_running(memory) if memory else 0,
+            needed_bytes=beside + bytes_while_running(memory) if memory else 0,
             compile_s=self.lower_s + compile_s,
             key=program_key(self.lowered, sorted(self.options.items()), source),
         )
@@ -388,7 +388,7 @@ def compile_all(
         return [lowered.finish(*done.result()) for lowered, done in compiling]
 
 
-def _bytes_while_running(memory: Any) -> int:
+def bytes_while_running(memory: Any) -> int:
     """What a program's arguments, results, temporaries and code take together."""
     parts = ("argument", "output", "temp", "generated_code")
     total = sum(getattr(memory, f"{part}_size_in_bytes") for part in parts)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import SupportsIndex
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from pbjax.arguments import check_type, whole
 from pbjax.choices import whole_numbers
@@ -32,6 +34,23 @@ def check_types(*, plan: object, profile: object, device: object, progress: obje
             f"optimize(progress): a {type(progress).__name__}; a function of (phase, done, total, "
             "item) is allowed; pass such, or leave out progress="
         )
+
+
+def arrays(inputs: Sequence[object]) -> list[Array]:
+    """The leaves of example inputs.
+
+    Raises:
+      InputTypeError: One is only a shape.
+    """
+    leaves = jax.tree.leaves(inputs)
+    for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise InputTypeError(
+                f"optimize: an input is the shape {leaf}; arrays are needed, since programs are "
+                "compared and timed with their values; pass an example, such as jnp.zeros of that "
+                "shape"
+            )
+    return [jnp.asarray(leaf) for leaf in leaves]
 
 
 def this_device(given: Device | None) -> Device:

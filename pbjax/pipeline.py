@@ -8,7 +8,6 @@ from functools import partial
 from typing import SupportsIndex, overload
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -21,12 +20,12 @@ from pbjax.contest import Contest, run_contest, verify_fusion
 from pbjax.device import Device
 from pbjax.errors import (
     FusionError,
-    InputTypeError,
     PbjaxWarning,
 )
 from pbjax.functional import Model
 from pbjax.fusion import Patterns, Selection, selection_of
 from pbjax.optimize_arguments import (
+    arrays,
     bucket_sizes,
     check_split_or_plan,
     check_step_options,
@@ -205,7 +204,7 @@ def _optimize(
         return optimize_step(analysis, inputs, state, phases=phases, split=split, plan=plan)
     if plan is None:
         verify_fusion(analysis, phases)
-    leaves = [_array(leaf) for leaf in jax.tree.leaves(inputs)]
+    leaves = arrays(inputs)
     sizes = bucket_sizes(analysis.batch.batch_size, buckets, split, plan)
     choices = _choices(analysis, leaves, sizes, phases, split=split, plan=plan, profile=profile)
     weights, built = PackedWeights(analysis), {}
@@ -219,15 +218,6 @@ def _optimize(
         jax.eval_shape(lambda: analysis.model.params),
         replace(built[sizes[-1]][1], phases=phases.finished()),
     )
-
-
-def _array(leaf: object) -> Array:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise InputTypeError(
-            f"optimize: an input is the shape {leaf}; arrays are needed, since stages are measured "
-            "with their values; pass an example, such as jnp.zeros of that shape"
-        )
-    return jnp.asarray(leaf)
 
 
 def _choices(

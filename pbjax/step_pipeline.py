@@ -12,6 +12,7 @@ from jaxtyping import Array
 from pbjax.analysis import Analysis
 from pbjax.contest import NOISE_FACTOR, verify_fusion
 from pbjax.measured_programs import MeasuredProgram, milliseconds
+from pbjax.optimize_arguments import arrays
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
 from pbjax.step import OptimizedStep, StateLayout
@@ -66,7 +67,7 @@ def optimize_step(
     """
     with phases.phase("analyse"):
         whole = find_state(analysis, inputs, state)
-    leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(inputs)]
+    leaves = arrays(inputs)
     check_room(analysis, whole, leaves)
     if plan is None:
         verify_fusion(analysis, phases)
@@ -226,6 +227,7 @@ def _report(
                 spread_s=each.timing.spread_s,
                 temporary_bytes=each.step.temporary_bytes,
                 weight_bytes=0,
+                needed_bytes=each.step.needed_bytes,
                 compile_s=each.step.compile_s,
             )
             for each in timed

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.analysis import Analysis, whole_batch
+from pbjax.compilation import bytes_while_running
 from pbjax.errors import FusionError, InputError, VerificationError
 from pbjax.step import Pieces, StateLayout
 from pbjax.step_ways import WovenWay
@@ -50,6 +51,7 @@ class LoweredStep:
             program=program,
             predicted_s=self.predicted_s,
             temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+            needed_bytes=bytes_while_running(memory) if memory else 0,
             compile_s=self.lower_s + time.perf_counter() - start,
         )
 
@@ -64,6 +66,7 @@ class StepProgram:
       program: Called as program(weights, pieces, others); pieces are donated.
       predicted_s: By what its kernels were measured to take.
       temporary_bytes: Device memory beside weights, state, inputs and outputs.
+      needed_bytes: Device memory while it runs, all of these included.
       compile_s: Seconds that lowering and compiling took.
     """
 
@@ -72,6 +75,7 @@ class StepProgram:
     program: Callable
     predicted_s: float | None
     temporary_bytes: int
+    needed_bytes: int
     compile_s: float
 
 

@@ -61,7 +61,7 @@ class StepReport:
         """The report as text."""
         lines = [
             f"{self.model} on {self.device_kind}, batch {self.batch_size}, state "
-            f"{self.state_bytes / 1e9:.3g} GB",
+            f"{self.state_bytes / 1e6:,.1f} MB",
             self._riding(),
         ]
         sections = (

@@ -304,6 +304,21 @@ def test_a_state_that_comes_back_with_its_batch_elsewhere_is_refused():
         pbjax.optimize(lambda x, s: (x[:, 0] + 1, s.T), square, square * 2, state=1)
 
 
+def test_shapes_in_place_of_arrays_are_refused():
+    x, cache = example()
+    shapes = jax.eval_shape(lambda: cache)
+    with pytest.raises(InputTypeError, match=r"an input is the shape .*; arrays are needed"):
+        pbjax.optimize(step, x, shapes, state=1)
+
+
+def test_report_says_what_memory_the_step_needs():
+    x, cache = example()
+    report = pbjax.optimize(step, x, cache, state=1).report()
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((x, cache)))
+    assert f"state {report.state_bytes / 1e6:,.1f} MB" in str(report)
+    assert all(program.needed_bytes >= held for program in report.programs)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_batch_too_small_to_split_runs_unsplit(batch_size):
     x, cache = example(batch_size)
@@ -333,6 +348,7 @@ def timed(name, *seconds):
         program=lambda: None,
         predicted_s=None,
         temporary_bytes=0,
+        needed_bytes=0,
         compile_s=0.0,
     )
     return Timed(step=program, seconds=seconds)
