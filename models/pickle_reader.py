@@ -8,6 +8,7 @@ value is hashed, compared or printed but strings and numbers. Everything else is
 """
 
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -90,7 +91,7 @@ def read_state_dict(program: bytes, origin: str) -> dict[str, StoredTensor]:
         found = _run(program, origin)
     except CheckpointError:
         raise
-    except (_Malformed, ValueError, IndexError, KeyError) as error:
+    except (_Malformed, ValueError, IndexError, KeyError, DeprecationWarning) as error:
         raise CheckpointError(
             f"{origin}: not readable as a pickled state dict ({error}); a complete file that"
             " torch.save wrote is needed; fetch it again"
@@ -105,10 +106,13 @@ def read_state_dict(program: bytes, origin: str) -> dict[str, StoredTensor]:
 
 def _run(program: bytes, origin: str) -> object:
     machine = _Machine(origin)
-    for opcode, argument, _ in pickletools.genops(program):
-        if opcode.name == "STOP":
-            return machine.pop()
-        machine.step(opcode.name, argument)
+    with warnings.catch_warnings():
+        # What Python says of a backslash that escapes nothing; no name of torch has one.
+        warnings.simplefilter("error", DeprecationWarning)
+        for opcode, argument, _ in pickletools.genops(program):
+            if opcode.name == "STOP":
+                return machine.pop()
+            machine.step(opcode.name, argument)
     raise _Malformed("it has no end")
 
 

@@ -166,6 +166,11 @@ def test_opcodes_that_are_carried_out_are_those_of_a_state_dict():
                 read_state_dict(b"\x80\x02" + code.code.encode("latin-1") + b"\x00" * 8, "m")
 
 
+def test_name_with_an_escape_that_is_none_is_refused():
+    with pytest.raises(models.CheckpointError, match=r"not readable.*invalid escape"):
+        read_state_dict(b"\x80\x02ctor\\ch\n_utils\n.", "m")
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_damaged_program_is_read_or_refused_and_nothing_else(data):
