@@ -1,7 +1,7 @@
 """The programs that compete for a step: compiled with the state donated, compared, and timed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -156,7 +156,8 @@ def lower_unsplit(
         return outputs, (state,)
 
     name = "plain" if plain else "unsplit"
-    return _lowered(name, analysis, layout, unsplit, leaves, predicted_s)
+    jitted = jax.jit(unsplit, donate_argnums=1)
+    return _lowered(name, analysis, layout, jitted, leaves, predicted_s)
 
 
 def lower_woven(
@@ -165,22 +166,53 @@ def lower_woven(
     """Two sub-batches in the given order of launches."""
     first, second = (analysis.form_at(size).graph for size in way.sizes)
     program = WovenProgram(graphs=(first, second), launches=way.launches)
-    layout = replace(layout, sizes=way.sizes)
-    other_axes = _others(layout, analysis.batch.axes)
-    out_axes, _ = _parted(layout, analysis.out_axes)
+    step = PairStep(name=name, sizes=way.sizes, program=program, predicted_s=way.predicted_s)
+    return step.lower(analysis, layout, leaves)
 
-    def woven(weights, pieces, others):
-        parts = [
-            [_rows(x, axis, start, size) for x, axis in zip(others, other_axes, strict=True)]
-            for start, size in ((0, way.sizes[0]), (way.sizes[0], way.sizes[1]))
-        ]
-        merged = [_merged(layout, p, o) for p, o in zip(pieces, parts, strict=True)]
-        parted = [_parted(layout, outputs) for outputs in program(weights, *merged)]
-        outputs = zip(out_axes, *(rest for rest, _ in parted), strict=True)
-        joined = [a if axis is None else lax.concatenate([a, b], axis) for axis, a, b in outputs]
-        return joined, tuple(state for _, state in parted)
 
-    return _lowered(name, analysis, layout, woven, leaves, way.predicted_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairStep:
+    """A step as one program of two sub-batches.
+
+    Attributes:
+      name: Of the program.
+      sizes: Rows of each.
+      program: Called as program(weights, first, second) with the leaves of both sub-batches'
+        inputs; returns those of their outputs.
+      predicted_s: Seconds, where they are predicted.
+      options: Of the compiler.
+    """
+
+    name: str
+    sizes: tuple[int, int]
+    program: Callable[..., tuple[list[Array], list[Array]]]
+    predicted_s: float | None = None
+    options: Mapping[str, str | int | bool] | None = None
+
+    def lower(
+        self, analysis: Analysis, layout: StateLayout, leaves: Sequence[Array]
+    ) -> LoweredStep:
+        """Lowers it with the state cut into two pieces, which are donated."""
+        layout = replace(layout, sizes=self.sizes)
+        other_axes = _others(layout, analysis.batch.axes)
+        out_axes, _ = _parted(layout, analysis.out_axes)
+
+        def pair(weights, pieces, others):
+            parts = [
+                [_rows(x, axis, start, size) for x, axis in zip(others, other_axes, strict=True)]
+                for start, size in ((0, self.sizes[0]), (self.sizes[0], self.sizes[1]))
+            ]
+            merged = [_merged(layout, p, o) for p, o in zip(pieces, parts, strict=True)]
+            parted = [_parted(layout, outputs) for outputs in self.program(weights, *merged)]
+            outputs = zip(out_axes, *(rest for rest, _ in parted), strict=True)
+            joined = [
+                a if axis is None else lax.concatenate([a, b], axis) for axis, a, b in outputs
+            ]
+            return joined, tuple(state for _, state in parted)
+
+        compiled = dict(self.options) if self.options else None
+        jitted = jax.jit(pair, donate_argnums=1, compiler_options=compiled)
+        return _lowered(self.name, analysis, layout, jitted, leaves, self.predicted_s)
 
 
 def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
@@ -206,14 +238,13 @@ def _lowered(
     name: str,
     analysis: Analysis,
     layout: StateLayout,
-    function: Callable,
+    jitted: jax.stages.Wrapped,
     leaves: Sequence[Array],
     predicted: float | None,
 ) -> LoweredStep:
     start = time.perf_counter()
     state = [leaves[i] for i in layout.inputs]
     pieces = jax.eval_shape(layout.cut, state)
-    jitted = jax.jit(function, donate_argnums=1)
     lowered = jitted.lower(analysis.weights, pieces, tuple(_others(layout, leaves)))
     return LoweredStep(
         name=name,
