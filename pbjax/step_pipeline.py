@@ -15,14 +15,13 @@ from pbjax.measured_programs import MeasuredProgram, milliseconds
 from pbjax.optimize_arguments import arrays
 from pbjax.phases import Phases
 from pbjax.plan import Decision, Plan, Seconds
-from pbjax.step import OptimizedStep, StateLayout
+from pbjax.step import OptimizedStep, StateLayout, find_state
 from pbjax.step_programs import (
     Runner,
     StepProgram,
     Timed,
     check_room,
     differences,
-    find_state,
     lower_unsplit,
     lower_woven,
 )

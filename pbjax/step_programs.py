@@ -79,67 +79,6 @@ class StepProgram:
     compile_s: float
 
 
-def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> StateLayout:
-    """Where the state is in the inputs and outputs of a function.
-
-    Raises:
-      InputError: There is no such input, it has no array, or the function does not return its like
-        exactly once, the batch in the same axes.
-    """
-    if not 0 <= argument < len(inputs):
-        raise InputError(
-            f"optimize(state={argument}): there are {len(inputs)} inputs; a number from 0 to "
-            f"{len(inputs) - 1} is allowed; say which input is carried from call to call"
-        )
-    leaves, tree = jax.tree.flatten(inputs[argument])
-    if not leaves:
-        raise InputError(
-            f"optimize(state={argument}): that input is {tree}, without an array; what is carried "
-            "from call to call has one or more; leave out state="
-        )
-    start = len(jax.tree.leaves(inputs[:argument]))
-    stop = start + len(leaves)
-    out_tree, graph = analysis.graph.out_tree, analysis.graph
-    # The graph's own inputs: of one or two rows it has been traced at more.
-    planned = [graph.avals[i] for i in graph.inputs]
-    kinds = [(x.shape, x.dtype) for x in planned[start:stop]]
-    avals = [graph.avals[a] if isinstance(a, int) else a.aval for a in graph.outputs]
-
-    def is_state(part: object) -> bool:
-        if jax.tree.structure(part) != tree:
-            return False
-        return [(avals[i].shape, avals[i].dtype) for i in jax.tree.leaves(part)] == kinds
-
-    numbered = jax.tree.unflatten(out_tree, range(len(avals)))
-    found = [part for part in jax.tree.leaves(numbered, is_leaf=is_state) if is_state(part)]
-    if len(found) != 1:
-        raise InputError(
-            f"optimize(state={argument}): the function returns {len(found)} values like that input "
-            f"({tree}); exactly one is the state of the next call; return it once, with the same "
-            "structure, shapes and dtypes"
-        )
-    numbers = jax.tree.leaves(found[0])
-    axes = analysis.batch.axes[start:stop]
-    returned = tuple(analysis.out_axes[i] for i in numbers)
-    if returned != axes:
-        raise InputError(
-            f"optimize(state={argument}): the batch is in the axes {axes} of its leaves, and in "
-            f"{returned} of what is returned; both must be alike; return each as it came"
-        )
-    return StateLayout(
-        argument=argument,
-        tree=tree,
-        inputs=range(start, stop),
-        outputs=range(numbers[0], numbers[0] + len(numbers)),
-        axes=axes,
-        sizes=(analysis.batch.batch_size,),
-        signature=tuple(
-            (x.shape, aval.dtype) for x, aval in zip(jax.tree.leaves(inputs), planned, strict=True)
-        ),
-        others=jax.tree.structure((*inputs[:argument], *inputs[argument + 1 :])),
-    )
-
-
 def lower_unsplit(
     analysis: Analysis,
     layout: StateLayout,

@@ -30,7 +30,8 @@ from pbjax.analysis import analyse
 from pbjax.device import find_device
 from pbjax.execution import overlap_options
 from pbjax.provenance import provenance_here
-from pbjax.step_programs import PairStep, Runner, StepProgram, find_state, lower_unsplit
+from pbjax.step import find_state
+from pbjax.step_programs import PairStep, Runner, StepProgram, lower_unsplit
 from pbjax.trace import Graph, Operation, evaluate
 from pbjax.verification import error_and_magnitude
 from pbjax.weave import Role
