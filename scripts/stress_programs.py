@@ -193,6 +193,7 @@ def step_call(item: Item):
     from pbjax import step_programs
     from pbjax.analysis import analyse
     from pbjax.device import find_device
+    from pbjax.step import find_state
     from pbjax.step_ways import Ways
 
     way, case = item.program.split()
@@ -203,7 +204,7 @@ def step_call(item: Item):
     model, given = step_case.example(graph, shapes, batch_size, context)
     device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
     analysis = analyse(model.decode, given, device=device)
-    layout, leaves = step_programs.find_state(analysis, given, 1), jax.tree.leaves(given)
+    layout, leaves = find_state(analysis, given, 1), jax.tree.leaves(given)
     if way == "woven":
         woven = Ways(analysis).at(sizes)
         lowered = step_programs.lower_woven(analysis, layout, leaves, woven, way)
