@@ -1,15 +1,14 @@
 """Calls of the attention kernel for tests: random operands of a shape, and ways to run them."""
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.attention import attention, attention_reference, mosaic_gpu
 from pallas_kernels.attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.attention.tile import Tile
 from pallas_kernels.testing import assert_close
+from tests import kernel_layers
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 SMALL = Tile(block_kv=64)
@@ -71,13 +70,7 @@ def interpreted(args, terms, tile=SMALL):
     def run(q, k, v):
         return mosaic_gpu.attention(q, k, v, **terms, sms=2, tile=tile, interpret=True)
 
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            out = jax.block_until_ready(jax.jit(run)(*args))
-        assert not interpreter.get_races().races_found
-        return out
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
+    return kernel_layers.interpreted(run, *args)
 
 
 def assert_right(actual, args, terms):

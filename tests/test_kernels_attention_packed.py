@@ -1,11 +1,9 @@
 """Attention over packed sequences on three layers: interpreter, lowering, SASS."""
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.attention import (
@@ -19,6 +17,7 @@ from pallas_kernels.attention.api import check_attention_packed
 from pallas_kernels.attention.shapes import PACKED, PACKED_RAGGED
 from pallas_kernels.attention.tile import Problem, Tile
 from pallas_kernels.testing import assert_close
+from tests import kernel_layers
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -41,13 +40,7 @@ def interpreted(args, offsets, tile=None, **terms):
             tile=tile or Tile(block_kv=64), interpret=True,
         )  # fmt: skip
 
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            out = jax.block_until_ready(jax.jit(run)(*args, jnp.array(offsets, jnp.int32)))
-        assert not interpreter.get_races().races_found
-        return out
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
+    return kernel_layers.interpreted(run, *args, jnp.array(offsets, jnp.int32))
 
 
 def expected(args, offsets, **terms):

@@ -3,11 +3,9 @@
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.decode_attention import (
@@ -18,6 +16,7 @@ from pallas_kernels.decode_attention import (
 from pallas_kernels.decode_attention.api import check_decode_attention
 from pallas_kernels.decode_attention.shapes import MODELS, RAGGED, SHAPES, DecodeShape
 from pallas_kernels.testing import assert_close
+from tests import kernel_layers
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -67,13 +66,7 @@ def interpreted(args, terms, **options):
     run = functools.partial(
         mosaic_gpu.decode_attention, **(given | terms | options), interpret=True
     )
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            out = jax.block_until_ready(jax.jit(run)(*args))
-        assert not interpreter.get_races().races_found
-        return out
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
+    return kernel_layers.interpreted(run, *args)
 
 
 def assert_right(actual, args, terms, scale=0.125):

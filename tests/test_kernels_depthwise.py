@@ -3,17 +3,16 @@
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.depthwise import depthwise_convolution, depthwise_convolution_reference
 from pallas_kernels.depthwise.api import check_depthwise_convolution
 from pallas_kernels.depthwise.shapes import MODELS, RAGGED, SHAPES
 from pallas_kernels.testing import assert_close
+from tests import kernel_layers
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -49,16 +48,8 @@ def interpreted(shape, args, sms):
             *args, activation=shape.activation, implementation="mosaic_gpu", sm_budget=sms
         )
 
-    try:
-        with (
-            use_abstract_mesh(H200),
-            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-        ):
-            out = jax.block_until_ready(jax.jit(run)(*args))
-        assert not interpreter.get_races().races_found
-        return out
-    finally:
-        interpreter.reset_gpu_interpret_mode_state()
+    with use_abstract_mesh(H200):
+        return kernel_layers.interpreted(run, *args)
 
 
 @pytest.mark.parametrize("shape", RAGGED, ids=lambda shape: shape.name)
