@@ -20,6 +20,7 @@ import typer
 
 from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
+from pbjax.cli_devices import this_device
 from pbjax.cli_inference import ENCODERS, classify, embed, encodes_text, generate, transcribe
 from pbjax.cli_outputs import check_outputs, write_outputs
 from pbjax.cli_roofline import roofline
@@ -155,6 +156,7 @@ def optimize(
         from pbjax.pipeline import optimize as run
         from pbjax.search import search
 
+        this_device("pbjax optimize")  # What cannot be planned for is refused before it loads.
         sentences = text.read_sentences(texts, rows)
         shape = find_folder(model, "optimize", encodes_text, ENCODERS)
         _check_length(seq, shape.config.max_seq_len)

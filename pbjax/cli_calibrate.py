@@ -1,13 +1,13 @@
 """The command `pbjax calibrate`: measures what this machine reaches, for rooflines and steps."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.cli_devices import this_device
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def calibrate(
     from pbjax.ceilings import NAME, user_folder
     from pbjax.progress import ProgressPrinter
 
-    datasheet = this_device()
+    datasheet = this_device("pbjax calibrate")
     path = out or user_folder() / datasheet.slug / f"{NAME}.json"
     check_writable("pbjax calibrate --out", path)
     with ProgressPrinter() as progress:
@@ -38,15 +38,6 @@ def calibrate(
     print(json.dumps(asdict(found)) if as_json else ceilings_text(found, datasheet))
     if not as_json:
         print(f"written: {path}")
-
-
-def this_device() -> "Device":
-    """The first device of JAX with the figures of its datasheet."""
-    import jax
-
-    from pbjax.device import find_device
-
-    return find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
 
 
 def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:

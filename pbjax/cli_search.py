@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pbjax.cli_devices import named_device, this_device
 from pbjax.errors import DeviceError, InputError
 from pbjax.files import check_writable
 
@@ -59,7 +60,7 @@ def profile(
     from pbjax.tables import measured_table
 
     began = time.perf_counter()
-    here = _this_device(device)
+    here = _profiled_device(device)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
     path = out or Path(f"{asked.name}.json")
     if not path.exists():
@@ -100,13 +101,12 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Search how to run a batch on a device, from its measured table; no device is needed."""
-    from pbjax.device import find_device
     from pbjax.forward_pass import ForwardPass
     from pbjax.search import SearchOptions
     from pbjax.search import search as run
     from pbjax.searched_plan import document_of, plan_of, plan_text
 
-    target = find_device(device)  # before what takes longer
+    target = named_device("pbjax search", device)  # before what takes longer
     check_writable("--save-plan", save_plan)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
     path = table or _shipped(target, asked)
@@ -127,17 +127,13 @@ def search(
         print(plan_text(plan, measured, found, best, title=asked.name))
 
 
-def _this_device(wanted: str | None) -> "Device":
-    import os
-
-    import jax
-
-    from pbjax.device import find_device
-
-    here = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
-    if wanted is not None and find_device(wanted).kind != here.kind:
+def _profiled_device(wanted: str | None) -> "Device":
+    asked = "pbjax profile"
+    named = None if wanted is None else named_device(asked, wanted)  # before JAX looks for devices
+    here = this_device(asked)
+    if named is not None and named.kind != here.kind:
         raise DeviceError(
-            f"pbjax profile --device {wanted}: the first device of JAX is {here.kind!r}; a table "
+            f"{asked} --device {wanted}: the first device of JAX is {here.kind!r}; a table "
             "is measured on its device; run this there, or leave out --device"
         )
     return here

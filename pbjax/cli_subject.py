@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from pbjax.cli_devices import named_device, this_device
 from pbjax.errors import InputError, MemoryBudgetError
 
 if TYPE_CHECKING:
@@ -123,15 +124,20 @@ def _call_report(
 
 
 def find_figures(kind: str | None, peaks: Peaks, *, here: bool) -> "Device":
-    """The figures of a kind of device; of this machine's if none is named."""
-    from pbjax.ceilings import calibrated
-    from pbjax.cli_calibrate import this_device
-    from pbjax.device import find_device
+    """The figures of a kind of device; of this machine's if none is named.
 
-    found = this_device() if kind is None else find_device(kind)
-    if here and kind is not None and found.kind != this_device().kind:
+    Raises:
+      InputError: Words name no device, or another one is named than is to be measured.
+      DeviceError: This machine's is to be taken, of which no figures are known.
+    """
+    from pbjax.ceilings import calibrated
+
+    asked = "pbjax roofline"
+    remedy = "only such can be measured" if here else "name one of them by --device"
+    found = this_device(asked, remedy) if kind is None else named_device(asked, kind)
+    if here and kind is not None and found.kind != (own := this_device(asked, remedy)).kind:
         raise InputError(
-            f"pbjax roofline --measure --device {kind}: this machine has {this_device().kind!r}; "
+            f"pbjax roofline --measure --device {kind}: this machine has {own.kind!r}; "
             "only that can be measured; leave out --device, or --measure"
         )
     return calibrated(found) if peaks == "measured" else found

@@ -127,8 +127,7 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
             f"find_device(kind): a {type(kind).__name__}; a text such as 'NVIDIA H200' is allowed; "
             "pass what jax.devices()[0].device_kind says"
         )
-    found = [device for device in _DEVICES if kind in (device.kind, device.slug)]
-    found = found or [device for device in _DEVICES if _has_words(device.slug, kind)]
+    found = matching_devices(kind)
     if len(found) != 1:
         known = ", ".join(repr(device.kind) for device in found or _DEVICES)
         raise DeviceError(
@@ -171,6 +170,12 @@ def check_sm_budgets(asked: str, budgets: Mapping[str, int], device_kind: str) -
 def devices() -> tuple[Device, ...]:
     """All devices whose figures are known; a CPU as one core."""
     return _DEVICES
+
+
+def matching_devices(words: str) -> tuple[Device, ...]:
+    """The devices that a kind, a slug or words of one may mean: none, one, or several."""
+    exact = tuple(device for device in _DEVICES if words in (device.kind, device.slug))
+    return exact or tuple(device for device in _DEVICES if _has_words(device.slug, words))
 
 
 def _has_words(slug: str, kind: str) -> bool:

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -114,7 +116,9 @@ def test_study_and_what_if_answer_in_words_and_in_json():
     ("arguments", "code", "words"),
     [
         (("nothing", "--device", "h200"), 2, "presets are"),
-        (("gpt2", "--device", "abacus"), 1, "known kinds are"),
+        (("gpt2", "--device", "abacus"), 2, "pbjax roofline --device abacus: no figures of such"),
+        (("gpt2", "--device", ""), 2, "pbjax roofline --device '': no figures of such a device"),
+        (("gpt2", "--device", "a100"), 2, "a100-sxm4-80gb and nvidia-a100-sxm4-40gb are allowed"),
         (("gpt2", "--device", "h200"), 2, "seq is missing"),
         (("gpt2", "--device", "h200", "--seq", 2000), 2, "1 to 1024"),
         (("vit-base", "--device", "h200", "--seq", 7), 2, "leave it out"),
@@ -132,6 +136,14 @@ def test_bad_input_is_refused_in_one_line(arguments, code, words):
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+def test_a_machine_without_figures_is_told_to_name_a_device(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
+    result = run("gpt2", "--seq", 8)
+    assert result.exit_code == 1
+    assert "the first device of JAX is 'Abacus 9', of which no figures" in result.stderr
+    assert result.stderr.endswith("and cpu; name one of them by --device\n")
 
 
 def test_a_batch_that_does_not_fit_shows_its_figures():

@@ -5,7 +5,9 @@ import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -190,8 +192,24 @@ def test_model_without_a_table_is_told_which_there_are():
 
 
 def test_unknown_device_and_model_are_refused(folder, table):
-    assert "known kinds" in refused(1, *asked(folder, table, device="abacus"))
+    line = refused(2, *asked(folder, table, device="abacus"))
+    assert "pbjax search --device abacus: no figures of such a device; nvidia-h200, " in line
+    assert "pbjax.Device" not in line
     assert "bert-base" in refused(2, *asked("bert-huge", table))
+
+
+@pytest.mark.parametrize("words", ["abacus", "a100"])
+def test_profile_on_a_device_that_no_one_word_names_is_refused(words):
+    line = refused(2, "profile", "--model", "bert-base", "--batch", 2, "--device", words)
+    assert f"pbjax profile --device {words}: " in line
+    assert "nvidia-a100-sxm4-40gb" in line
+
+
+def test_profile_on_a_machine_without_figures_is_refused_with_those_there_are(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
+    line = refused(1, "profile", "--model", "bert-base", "--batch", 2)
+    assert "pbjax profile: the first device of JAX is 'Abacus 9'" in line
+    assert "nvidia-h200" in line
 
 
 def test_table_of_another_device_is_refused(folder, table):
