@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pbjax.cli_devices import this_device
+from pbjax.cli_paths import path_option
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
+        path_option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pbjax.cli_outputs import check_drawable
+from pbjax.cli_paths import path_option, to_source
 from pbjax.cli_subject import (
     Peaks,
     Subject,
@@ -34,7 +35,10 @@ Attention = Literal["fused", "unfused"]
 
 def roofline(
     model: Annotated[
-        str, typer.Argument(help="A preset, such as llama3-8b, or a folder with a config.json.")
+        str,
+        typer.Argument(
+            help="A preset, such as llama3-8b, or a folder with a config.json.", parser=to_source
+        ),
     ],
     device: Annotated[
         str | None,
@@ -75,7 +79,8 @@ def roofline(
     ] = False,
     devices: Annotated[int, typer.Option(min=2, help="Devices in parallel, for --what-if.")] = 2,
     draft: Annotated[
-        str | None, typer.Option(help="Draft model of speculative decoding, for --what-if.")
+        str | None,
+        typer.Option(help="Draft model of speculative decoding, for --what-if.", parser=to_source),
     ] = None,
     acceptance: Annotated[
         float, typer.Option(min=0, max=1, help="Probability that a drafted token is kept.")
@@ -94,17 +99,17 @@ def roofline(
         typer.Option(min=1, help="A further length to measure, for the curves; may be repeated."),
     ] = None,
     save_measured: Annotated[
-        Path | None, typer.Option(help="Where to keep what --measure finds.")
+        Path | None, path_option(help="Where to keep what --measure finds.")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Compare with what --save-measured has kept.")
+        Path | None, path_option(help="Compare with what --save-measured has kept.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page with figures that needs no network.")
+        Path | None, path_option(help="Also write a page with figures that needs no network.")
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
+        path_option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pbjax.cli_devices import named_device, this_device
+from pbjax.cli_paths import path_option, to_source
 from pbjax.errors import DeviceError, InputError
 from pbjax.files import check_writable
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from pbjax.profiling import Profile
 
 Model = Annotated[
-    str, typer.Option(help="A preset, such as bert-base, or a folder with a config.json.")
+    str,
+    typer.Option(
+        help="A preset, such as bert-base, or a folder with a config.json.", parser=to_source
+    ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
 Seq = Annotated[
@@ -49,7 +53,7 @@ def profile(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Table to write, or complete; MODEL.json of this folder if absent."),
+        path_option(help="Table to write, or complete; MODEL.json of this folder if absent."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -92,12 +96,12 @@ def search(
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
     table: Annotated[
-        Path | None, typer.Option("--profile", help="Measured table; the shipped one if absent.")
+        Path | None, path_option("--profile", help="Measured table; the shipped one if absent.")
     ] = None,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Also predict every split, to check the search.")
     ] = False,
-    save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    save_plan: Annotated[Path | None, path_option(help="Where to write the plan.")] = None,
     as_json: Json = False,
 ) -> None:
     """Search how to run a batch on a device, from its measured table; no device is needed."""
