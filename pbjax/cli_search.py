@@ -46,14 +46,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 def profile(
     model: Model,
     batch: Batch,
+    out: Annotated[Path, path_option(help="Table to write, or to complete if it is there.")],
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
     device: Annotated[
         str | None, typer.Option(help="What this device must be; any that is there if absent.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        path_option(help="Table to write, or complete; MODEL.json of this folder if absent."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -66,19 +63,18 @@ def profile(
     began = time.perf_counter()
     here = _profiled_device(device)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
-    path = out or Path(f"{asked.name}.json")
-    if not path.exists():
-        check_writable("pbjax profile --out", path)
+    if not out.exists():
+        check_writable("pbjax profile --out", out)
     with ProgressPrinter() as progress:
         phases = Phases(progress)
         with phases.phase("analyse"):
             analysis, leaves = asked.filled(here)
-        found = measured_table(analysis, leaves, path, phases, asked.command(here))
+        found = measured_table(analysis, leaves, out, phases, asked.command(here, out.name))
     seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
     if found.warning:
         print(found.warning, file=sys.stderr)
     document = {
-        "table": str(path),
+        "table": str(out),
         "device_kind": here.kind,
         "rows": len(found.profile.rows),
         "pairs": len(found.profile.corun),
@@ -86,7 +82,7 @@ def profile(
         "seconds": round(time.perf_counter() - began, 1),
         "phases": seconds,
     }
-    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here)))
+    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here, out)))
 
 
 def search(
@@ -229,8 +225,9 @@ def _kinds(table: "Profile") -> str:
 
 def _profile_text(document: dict[str, Any], command: str) -> str:
     phases = ", ".join(f"{name} {seconds} s" for name, seconds in document["phases"].items())
+    done = "written" if document["measured"] else "complete already"
     return (
         f"{document['device_kind']}: {document['rows']} rows and {document['pairs']} pairs, "
         f"{document['measured']} of them new, in {document['seconds']} s ({phases})\n"
-        f"written: {document['table']}\nagain: {command}"
+        f"{done}: {document['table']}\nagain: {command}"
     )

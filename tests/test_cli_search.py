@@ -27,6 +27,9 @@ H200 = find_device("nvidia-h200")
 SHIPPED = {path.stem: path for path in find_profiles(H200.slug)}
 
 
+PROFILE = ("profile", "--model", "bert-base", "--batch", 2, "--out", "bert-base.json")
+
+
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -145,6 +148,24 @@ def test_profile_writes_a_table_that_search_reads(folder, table):
     assert document["exhaustive"]["predicted_s"] == pytest.approx(best)
 
 
+def test_profile_writes_nowhere_unless_told_where(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("profile", "--model", folder, "--batch", 6)
+    assert result.exit_code == 2
+    assert "Missing option '--out'" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_profile_says_where_it_wrote_and_what_makes_the_table_again(folder, tmp_path, monkeypatch):
+    FakeTimer().install(monkeypatch)
+    path = tmp_path / "mine.json"
+    sizes = ("--batch", 6, "--seq", 12, "--dtype", "float32")
+    text = printed("profile", "--model", folder, *sizes, "--out", path)
+    assert f"\nwritten: {path}\nagain: pbjax profile --device cpu " in text
+    assert text.endswith(f" --out {path}\n")
+    assert Profile.load(path).provenance.command.endswith(" --out mine.json")
+
+
 def test_profile_measures_what_is_missing_and_says_so(folder, table, tmp_path):
     options = ("--model", folder, "--seq", 12, "--dtype", "float32", "--out", table, "--json")
     again = json.loads(printed("profile", *options, "--batch", 6))
@@ -200,14 +221,14 @@ def test_unknown_device_and_model_are_refused(folder, table):
 
 @pytest.mark.parametrize("words", ["abacus", "a100"])
 def test_profile_on_a_device_that_no_one_word_names_is_refused(words):
-    line = refused(2, "profile", "--model", "bert-base", "--batch", 2, "--device", words)
+    line = refused(2, *PROFILE, "--device", words)
     assert f"pbjax profile --device {words}: " in line
     assert "nvidia-a100-sxm4-40gb" in line
 
 
 def test_profile_on_a_machine_without_figures_is_refused_with_those_there_are(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
-    line = refused(1, "profile", "--model", "bert-base", "--batch", 2)
+    line = refused(1, *PROFILE)
     assert "pbjax profile: the first device of JAX is 'Abacus 9'" in line
     assert "nvidia-h200" in line
 
@@ -219,7 +240,7 @@ def test_table_of_another_device_is_refused(folder, table):
 def test_batch_beyond_the_table_is_refused_with_what_to_run(folder, table):
     line = refused(2, *asked(folder, table, batch=7))
     assert "reaches 6 rows" in line
-    assert "--batch 7 --seq 12 --dtype float32" in line
+    assert line.endswith("--batch 7 --seq 12 --dtype float32 --out small.json")
 
 
 def test_batch_at_which_the_model_is_cut_otherwise_takes_the_tables_stages():
@@ -289,5 +310,7 @@ def test_a_complete_table_is_used_where_it_cannot_be_written(folder, measured, m
     FakeTimer().install(monkeypatch)
     monkeypatch.setattr("pbjax.tables.check_writable", refuse)
     sizes = ("--model", folder, "--seq", 12, "--dtype", "float32", "--out", measured)
-    assert "0 of them new" in printed("profile", *sizes, "--batch", 6)
+    text = printed("profile", *sizes, "--batch", 6)
+    assert "0 of them new" in text
+    assert f"complete already: {measured}\n" in text
     assert "read only" in run("profile", *sizes, "--batch", 8).stderr
