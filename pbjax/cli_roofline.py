@@ -278,7 +278,7 @@ def _variants(
         changes.Variant(name=f"attention {other}", report=turned, note="scores of 4 bytes")
     )
     if report.device.link_bytes_per_s is not None:
-        layers = config.num_layers
+        layers = subject.num_layers or config.num_layers
         variants.append(changes.with_tensor_parallel(report, devices, config.embed_dim, layers))
     return variants
 
@@ -296,7 +296,7 @@ def _speculation(
     from pbjax.roofline_whatif import break_even_batch, speculate
 
     shape = import_module("models.presets").find_shape(draft, dtype)
-    drafting = replace(subject, name=draft, shape=shape)
+    drafting = replace(subject, name=draft, shape=shape, num_layers=None)
 
     def seconds(of: Subject, new_tokens: int):
         known = {rows: of.report("decode", rows, seq, new_tokens) for rows in BATCH_NODES}

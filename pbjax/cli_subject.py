@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pbjax.roofline_checks import MeasuredTable
     from pbjax.roofline_points import Roofline
 
+# Of a deeper model so many are traced, and one less: the rest are like them.
+TRACED_LAYERS = 8
+
 Peaks = Literal["measured", "datasheet"]
 
 
@@ -40,6 +43,10 @@ class Shape(Protocol):
 
     def call(self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1) -> Any:
         """A call of it in shapes."""
+
+    def with_layers(self, num_layers: int) -> "Shape":
+        """The same with another number of layers."""
+        ...
 
     def calling_kernels(self) -> "Shape":
         """The same with the kernels of the device that is traced for."""
@@ -64,6 +71,8 @@ class Subject:
       device: Where it would run.
       attention: "fused" or "unfused".
       kernels: Whether its layers call the kernels that the device has.
+      num_layers: How many it has, where the shape has only `TRACED_LAYERS` of them; None where it
+        has all.
     """
 
     name: str
@@ -71,6 +80,7 @@ class Subject:
     device: "Device"
     attention: str
     kernels: bool = False
+    num_layers: int | None = None
 
     def report(
         self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
@@ -88,6 +98,8 @@ class Subject:
 def _report(
     subject: Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
 ) -> "Roofline":
+    if subject.num_layers is not None:
+        return _deep_report(subject, phase, batch_size, seq_len, new_tokens)
     device, target = subject.device, nullcontext()
     if subject.kernels:
         target = import_module("models.presets").traced_for(device.kind, device.num_sms)
@@ -95,6 +107,15 @@ def _report(
         shape = subject.shape.calling_kernels() if subject.kernels else subject.shape
         call = shape.call(phase, batch_size, seq_len, new_tokens)
         return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
+
+
+def _deep_report(subject: Subject, *call: Any) -> "Roofline":
+    from pbjax.roofline_layers import deepened
+
+    assert subject.num_layers is not None
+    shapes = (subject.shape.with_layers(TRACED_LAYERS - 1), subject.shape)
+    reports = (replace(subject, shape=shape, num_layers=None).report(*call) for shape in shapes)
+    return deepened(*reports, num_more=subject.num_layers - TRACED_LAYERS + 1)
 
 
 def _call_report(
@@ -149,10 +170,17 @@ def find_subject(
     """A preset or a folder on a device, with all of its layers or as many as are given."""
     from pbjax.roofline_text import count
 
-    shape = import_module("models.presets").find_shape(model, dtype, layers)
+    traced = None if layers is None else min(layers, TRACED_LAYERS)
+    shape = import_module("models.presets").find_shape(model, dtype, traced)
     name = Path(model).name
     name += "" if layers is None else f", {count(layers, 'layer')}"
-    return Subject(name=name, shape=shape, device=device, attention=attention)
+    return Subject(
+        name=name,
+        shape=shape,
+        device=device,
+        attention=attention,
+        num_layers=None if layers == traced else layers,
+    )
 
 
 def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed: str) -> Shape:
@@ -190,7 +218,9 @@ def measured_reports(
     calls = [(phase, *size) for size in dict.fromkeys(sizes) for phase in phases]
     for phase, batch, seq in calls:
         require_room(subject, subject.report(phase, batch, seq), seq)
-    filled = replace(subject, shape=subject.shape.filled())
+    whole = subject.num_layers
+    shape = subject.shape if whole is None else subject.shape.with_layers(whole)
+    filled = replace(subject, shape=shape.filled(), num_layers=None)
     return [filled.measured(*call) for call in calls]
 
 

@@ -1,6 +1,7 @@
 """The command line of rooflines: what it prints, what it refuses, what it loads."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pbjax.cli import app
+from pbjax.cli_subject import find_subject
+from pbjax.device import find_device
 
 DATA = Path(__file__).parent / "data"
 
@@ -35,6 +38,40 @@ def test_prefill_and_decode_are_apart():
 def test_one_layer_is_one_layer():
     text = printed("gpt2", "--device", "h200", "--layers", 1, "--phase", "decode", "--seq", 8)
     assert text.startswith("gpt2, 1 layer, decode (batch 1, 1 token in, 8 cached a row), bfloat16")
+
+
+@pytest.mark.timeout(60)
+def test_a_hundred_thousand_layers_are_not_traced_one_by_one():
+    asked = ("--device", "h200", "--phase", "decode", "--seq", 8, "--layers")
+    result = run("gpt2", *asked, 100_000, "--json")
+    (report,) = json.loads(result.stdout)["reports"]
+    assert {row["repeats"] for row in report["stages"]} == {1, 100_000}
+    assert "too little for any batch" in result.stderr
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "phase", "seq", "kernels"),
+    [
+        ("gpt2", "prefill", 8, False),
+        ("gpt2", "decode", 8, True),
+        ("bert-base", "forward", 16, True),
+        ("conformer-large", "forward", 4000, True),
+    ],
+)
+def test_a_deep_model_costs_what_it_does_traced_whole(model, phase, seq, kernels):
+    subject = find_subject(model, find_device("h200"), "bfloat16", "fused", layers=9)
+    subject = replace(subject, kernels=kernels)
+    whole = replace(subject, shape=subject.shape.with_layers(9), num_layers=None)
+    drawn, traced = (each.report(phase, 2, seq) for each in (subject, whole))
+    assert subject.shape.config.num_layers < 9
+    assert drawn.memory == traced.memory
+    for found, expected in zip(drawn.points, traced.points, strict=True):
+        figures, same = asdict(found), asdict(expected)
+        assert figures.pop("traffic") == pytest.approx(same.pop("traffic"))
+        words = ("stage", "name", "kind", "dtype")
+        assert [figures.pop(n) for n in words] == [same.pop(n) for n in words]
+        assert figures == pytest.approx(same)
 
 
 def test_peaks_of_the_datasheet_stay_available():
