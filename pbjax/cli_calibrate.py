@@ -48,7 +48,7 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
       found: What was measured.
       datasheet: The device's peaks.
     """
-    from pbjax.roofline_text import table_text
+    from pbjax.text_tables import table_text
 
     rows: list[tuple[object, ...]] = []
 

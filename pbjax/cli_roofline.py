@@ -26,7 +26,7 @@ from pbjax.files import check_writable
 
 if TYPE_CHECKING:
     from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
-    from pbjax.roofline_points import Roofline
+    from pbjax.roofline_reports import Roofline
     from pbjax.roofline_whatif import Variant
 
 Phase = Literal["prefill", "decode", "forward"]
@@ -124,7 +124,6 @@ def roofline(
     check_writable("--save-measured", save_measured)
     check_drawable(figures, html)
     from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
-    from pbjax.roofline_text import report_text
 
     table = None if measured is None else MeasuredTable.load(measured)
     figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
@@ -141,7 +140,7 @@ def roofline(
     if table is not None:
         # A study has points of its own: its report need not be one of them.
         reports = [r if study and not table.find(r) else table.attached(r) for r in reports]
-    texts = {report.phase: report_text(report) for report in reports}
+    texts = {report.phase: str(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):
         compared = [report for report in reports if report.measured]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pbjax.device import Device
     from pbjax.roofline_batching import SizePoint
     from pbjax.roofline_checks import MeasuredTable
-    from pbjax.roofline_points import Roofline
+    from pbjax.roofline_reports import Roofline
 
 # Of a deeper model so many are traced, and one less: the rest are like them.
 TRACED_LAYERS = 8
@@ -168,7 +168,7 @@ def find_subject(
     model: str, device: "Device", dtype: str, attention: str, layers: int | None
 ) -> Subject:
     """A preset or a folder on a device, with all of its layers or as many as are given."""
-    from pbjax.roofline_text import count
+    from pbjax.text_tables import count
 
     traced = None if layers is None else min(layers, TRACED_LAYERS)
     shape = import_module("models.presets").find_shape(model, dtype, traced)

@@ -26,7 +26,8 @@ from pbjax.functional import Model, functional
 from pbjax.repetition import Repetition, find_repetition
 from pbjax.roofline_measure import Place, Staged, measure_stages
 from pbjax.roofline_names import Namer, leaf_names
-from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
+from pbjax.roofline_points import Kind, Memory, Point, Traffic, merged
+from pbjax.roofline_reports import Roofline
 from pbjax.roofline_times import attention_slowdown, bandwidth, product_s
 from pbjax.roofline_traffic import (
     CONTRACTIONS,

@@ -6,7 +6,8 @@ over the number of layers, so that two give that of any depth.
 
 from dataclasses import replace
 
-from pbjax.roofline_points import Memory, Point, Roofline, Traffic
+from pbjax.roofline_points import Memory, Point, Traffic
+from pbjax.roofline_reports import Roofline
 
 
 def deepened(shallow: Roofline, next_one: Roofline, num_more: int) -> Roofline:

@@ -44,11 +44,13 @@ PURE = (
     "roofline_formulas",
     "roofline_html",
     "roofline_pages",
+    "roofline_layers",
     "roofline_points",
+    "roofline_reports",
     "roofline_tables",
-    "roofline_text",
     "roofline_whatif",
     "study_figures",
+    "text_tables",
 )
 
 
