@@ -129,9 +129,12 @@ def test_shipped_table_knows_every_stage_of_its_model(name):
 
 
 def test_tables_of_the_h200_ship():
-    assert {"bert-base", "vit-base", "gpt2-xl", "bloom-7b1", "llama3-8b"} <= set(SHIPPED)
+    decoders = {"gpt2-xl", "bloom-7b1", "llama3-8b"}
+    assert {"bert-base", "vit-base", "conformer-l", *decoders} <= set(SHIPPED)
     for path in SHIPPED.values():
-        provenance = Profile.load(path).provenance
+        table = Profile.load(path)
+        provenance = table.provenance
+        assert table.clock == "long run"
         assert provenance.device_kind == "NVIDIA H200"
         assert provenance.command.startswith("pbjax profile --device nvidia_h200 --model ")
         assert path.stat().st_size < 50_000
