@@ -9,7 +9,7 @@ import jax
 
 from pbjax.analysis import Analysis
 from pbjax.compilation import Way
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError, warn
 from pbjax.plan import Plan
 from pbjax.schedule import Split
 from pbjax.search import Candidate, SearchResult, best_staggers, search
@@ -116,7 +116,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     """The split of a saved plan.
 
     A plan from another device kind or version of jax keeps its sizes and staggers, but whether they
-    pay is measured again.
+    pay is measured again, of which it warns.
 
     Raises:
       ModelError: The plan is for another model.
@@ -140,6 +140,12 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         for name, value in here.items()
         if getattr(plan, name) != value
     ]
+    warning = (
+        f"optimize(plan=...): {' and '.join(foreign)}; its sizes and staggers are kept, and "
+        "whether they pay is measured again; leave the plan out to search for those of this device"
+    )
+    if foreign:
+        warn(warning)
     way = Way(
         sizes=plan.sizes,
         staggers=plan.staggers,
@@ -155,7 +161,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         unsplit_s=plan.predicted.unsplit,
         plan=plan,
         reason="" if foreign else plan.reason,
-        warnings=tuple(f"plan: {text}; measured again" for text in foreign),
+        warnings=(warning,) if foreign else (),
     )
 
 

@@ -18,7 +18,7 @@ import typer
 
 from pbjax.cli_devices import named_device, this_device
 from pbjax.cli_paths import path_option, to_source
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError, InputError, warn
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ def profile(
             analysis, leaves = asked.filled(here)
         found = measured_table(analysis, leaves, out, phases, asked.command(here, out.name))
     seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
-    if found.warning:
-        print(found.warning, file=sys.stderr)
     document = {
         "table": str(out),
         "device_kind": here.kind,
@@ -171,7 +169,7 @@ def _table(path: Path, device: "Device") -> "Profile":
         )
     warning = usable_rows(table, kind, jax.__version__).warning
     if warning:
-        print(warning, file=sys.stderr)
+        warn(warning)
     return table
 
 
