@@ -15,9 +15,10 @@ from pbjax.cli import app
 from pbjax.device import find_device
 from pbjax.errors import FileError
 from pbjax.forward_pass import ForwardPass
+from pbjax.memory import predicted_bytes
 from pbjax.plan import Plan
 from pbjax.profiling import Profile, find_profile, find_profiles
-from pbjax.search import search
+from pbjax.search import SearchOptions, search
 from pbjax.searched_plan import plan_of
 
 from .fakes import FakeTimer
@@ -204,6 +205,19 @@ def test_split_that_gains_less_than_the_tables_noise_is_not_planned(folder, tabl
     assert [plan.decision for plan in plans] == ["split", "unsplit"]
     assert plans[0].sizes == plans[1].sizes == (3, 3)
     assert "inside the noise" in plans[1].reason
+
+
+def test_split_is_planned_where_the_unsplit_batch_does_not_fit(folder, table):
+    asked = ForwardPass(model=str(folder), batch_size=6, seq_len=12, dtype="float32")
+    analysis, measured = asked.in_shapes(find_device("cpu")), Profile.load(table)
+    outline = replace(analysis.outline, stacked_weight_bytes=0)
+    limit = predicted_bytes(outline, (2, 2, 2), (0, 0, 0))
+    assert limit < predicted_bytes(outline, (6,), (0,))
+    found = search(outline, measured, 6, SearchOptions(memory_limit_bytes=limit))
+    plan = plan_of(analysis, outline, measured, found)
+    assert plan.decision == "split"
+    assert plan.reason.startswith("the unsplit batch does not fit the device; splitting into ")
+    assert plan.predicted.unsplit > 0
 
 
 # Refusals

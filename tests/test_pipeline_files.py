@@ -277,7 +277,7 @@ device = find_device("cpu", num_cores=os.cpu_count() or 1)
 inputs = network.inputs(6)
 analysis = analyse(network.model, inputs, device=device, variables=network.variables)
 table = measured_table(analysis, inputs, sys.argv[2], Phases())
-choice = searched(table, 6)
+choice = searched(table, 6, device.memory_bytes)
 print(choice.digest, analysis.fingerprint, table.rows_measured, [w.sizes for w in choice.ways])
 """
 
@@ -288,7 +288,7 @@ def test_same_profile_decides_the_same_in_another_process(timer, tmp_path):
     run(network, 6, split=(3, 3), profile=path)
     device = find_device("cpu", num_cores=os.cpu_count() or 1)
     analysis = analyse(network.model, tokens(6), device=device, variables=network.variables)
-    here = searched(measured_table(analysis, tokens(6), path, Phases()), 6)
+    here = searched(measured_table(analysis, tokens(6), path, Phases()), 6, device.memory_bytes)
     there = subprocess.run(
         [sys.executable, "-c", DECIDES, str(Path(__file__).parent.parent), str(path)],
         env={"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"},
