@@ -69,6 +69,8 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
     for name, rate in found.functions_per_s.items():
         add(name, "G/s", 1e9, rate, None)
     add("launch", "us", 1e-6, found.launch_s, None)
+    if found.pallas_launch_s is not None:
+        add("launch of our kernels", "us", 1e-6, found.pallas_launch_s, None)
     where = found.provenance
     title = f"ceilings of {where.device_kind}, sustained, not in bursts, {where.date[:10]}"
     return table_text(title, ("", "measured", "datasheet", "share", "unit"), rows)

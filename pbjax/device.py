@@ -43,6 +43,7 @@ class Device:
       weight_bytes_per_s: Bandwidth of a product that waits for its operands; None for that of the
         memory.
       launch_s: What each kernel takes beside its work; 0 in a datasheet.
+      pallas_launch_s: The same of a kernel of `pallas_kernels`; None for that of any kernel.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Device:
     functions_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     weight_bytes_per_s: float | None = None
     launch_s: float = 0.0
+    pallas_launch_s: float | None = None
 
     def __post_init__(self):
         """Refuses figures that no device has.
@@ -99,7 +101,7 @@ class Device:
         return self.contraction_flops_per_s(dtype) / self.memory_bytes_per_s
 
 
-_OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s")
+_OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s", "pallas_launch_s")
 _FIGURES = (
     *("cuda_flops_per_s", "memory_bytes_per_s", "num_sms", "memory_bytes", "launch_s"),
     *_OPTIONAL,
