@@ -1,12 +1,12 @@
-"""Options and arguments that name a file or folder: an empty text and "-" name none.
-
-pathlib takes the empty text for the current folder, and "-" for a file of that name.
-"""
+"""Options and arguments that name a file or folder: an empty text and "-" name none."""
 
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from pbjax.errors import InputError
+from pbjax.files import check_named
 
 
 def path_option(*names: str, help: str) -> Any:
@@ -43,13 +43,8 @@ def to_source(text: str) -> str:
     Raises:
       typer.BadParameter: It is empty, or "-".
     """
-    if not text:
-        raise typer.BadParameter(
-            "it is empty; a name or a path is allowed; give one (. is the current folder)"
-        )
-    if text == "-":
-        raise typer.BadParameter(
-            "- is neither standard input nor output here; a name or a path is allowed; give "
-            "/dev/stdin or /dev/stdout, or ./- for a file that is called so"
-        )
+    try:
+        check_named(text)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
     return text
