@@ -57,9 +57,9 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
 def product_s(operation: Operation, device: Device) -> float:
     """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
 
-    Few rows make few tiles, which leave most of the device idle however fast each of them is; the
-    fewest are left to XLA. The table that chooses tiles has rates of short runs; where the device
-    sustains less, all take longer.
+    Few rows make few tiles, which leave most of the device idle however fast each of them is; where
+    that costs much, the product is left to XLA. The table that chooses tiles has rates of short
+    runs; where the device sustains less, all take longer.
 
     Args:
       operation: Any operation.
@@ -74,7 +74,7 @@ def product_s(operation: Operation, device: Device) -> float:
     gated = operation.params["name"] == "gated_gemm"
     heavy = gated or any(given[name] is not None for name in ("residual", "activation"))
     sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
-    if sizes[0] <= tiles.FEW_ROWS:
+    if _is_for_library(*sizes, gated, device.num_sms):
         return 0.0
     slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(x.dtype))
     return slower * _tiled_s(*sizes, gated, heavy, device.num_sms)
@@ -83,15 +83,17 @@ def product_s(operation: Operation, device: Device) -> float:
 def launches_s(operation: Operation, device: Device) -> float:
     """What the launches of an operation take that is a kernel, or ends one.
 
-    Products of few rows are XLA's: what follows the product is a kernel of its own. XLA also joins
-    the parts where decode attention splits each cache.
+    Where a product is left to XLA, what follows it is a kernel of its own. XLA also joins the parts
+    where decode attention splits each cache.
     """
     if operation.primitive != KERNEL:
         return device.launch_s
     name, ours = operation.params["name"], device.pallas_launch_s or device.launch_s
     given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
-    if name in _PRODUCTS and math.prod(given["x"].shape[:-1]) <= tiles.FEW_ROWS:
-        return _library_kernels(name, given) * device.launch_s
+    if name in _PRODUCTS:
+        sizes = math.prod(given["x"].shape[:-1]), given["w"].shape[1], given["w"].shape[0]
+        if _is_for_library(*sizes, name == "gated_gemm", device.num_sms):
+            return _library_kernels(name, given) * device.launch_s
     if name != "decode_attention":
         return ours
     cache, pages = given["k"].shape, given["page_table"]
@@ -105,6 +107,11 @@ def _library_kernels(name: str, given: Mapping) -> int:
     if name == "gated_gemm":
         return 3
     return 1 + any(given[term] is not None for term in ("bias", "activation", "residual"))
+
+
+@cache
+def _is_for_library(m: int, n: int, k: int, gated: bool, num_sms: int) -> bool:
+    return tiles.is_for_library((m,), n, k, gated=gated, num_sms=num_sms)
 
 
 def _large_rate(num_sms: int) -> float:

@@ -90,13 +90,13 @@ def test_attention_written_out_has_that_rate_too_and_its_softmax_in_it():
     assert max(p.cuda_s for p in unfused.points) > 0
 
 
-def test_few_rows_leave_most_of_the_device_idle():
-    shapes = of(64, 14336), of(14336, 4096)
+def test_few_tiles_leave_some_of_the_device_idle():
+    shapes = of(384, 14336), of(14336, 4096)
     measured = kernel_point(lambda x, w: gemm(x, w), *shapes, weights=(1,))
     datasheet = kernel_point(lambda x, w: gemm(x, w), *shapes, device=DATASHEET, weights=(1,))
-    assert measured.seconds > 2 * measured.memory_s
-    assert datasheet.seconds == datasheet.memory_s
-    assert measured.resource == datasheet.resource == ResourceClass.MEMORY
+    assert measured.seconds > 1.3 * max(measured.tensor_s, measured.memory_s)
+    assert datasheet.seconds == max(datasheet.tensor_s, datasheet.memory_s)
+    assert measured.resource == datasheet.resource == ResourceClass.TENSOR
     large = kernel_point(lambda x, w: gemm(x, w), of(8192, 8192), of(8192, 8192), weights=(1,))
     assert large.tensor_s == pytest.approx(2 * 8192**3 / 700e12, rel=0.01)
 
@@ -124,14 +124,14 @@ def test_what_is_written_in_place_is_a_launch_of_its_own():
     assert sum(point.launch_s for point in report.points) == pytest.approx(3 * 2e-6)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(32, 2), (33, None)])
+@pytest.mark.parametrize(("rows", "kernels"), [(32, 2), (128, 2), (512, None)])
 def test_xla_computes_few_rows_and_what_follows_apart(rows, kernels):
     shapes = of(rows, 4096), of(4096, 4096), of(rows, 4096)
     point = kernel_point(lambda x, w, r: gemm(x, w, residual=r), *shapes, device=OURS, weights=(1,))
     if kernels:
         assert point.launch_s == pytest.approx(kernels * 2e-6)
-    else:  # The tiles of ours, of which 33 rows make few.
-        assert point.launch_s > 5e-6
+    else:  # One of ours, and its tiles.
+        assert point.launch_s >= 5e-6
 
 
 @pytest.mark.parametrize(("rows", "joining"), [(4, 3), (33, 0)])

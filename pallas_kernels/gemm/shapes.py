@@ -37,7 +37,7 @@ BLOOM = _layer("bloom-7b1 8x512", 4_096, 4_096, 16_384, "gelu_tanh")
 LLAMA = _layer("llama3-8b 8x512", 4_096, 4_096, 14_336, "silu", bias=False, qkv=6_144, gated=True)
 DECODE = [
     shape
-    for rows in (512, 128, 64)
+    for rows in (512, 256, 128, 64)
     for shape in _layer(
         f"llama3-8b {rows}x1", rows, 4_096, 14_336, "silu", bias=False, qkv=6_144, gated=True
     )
