@@ -56,13 +56,15 @@ def attentions() -> Iterator[tuple[Case, dict[str, Callable]]]:
             continue
 
         def call(implementation: str, shape=shape):
-            def run(q, k, v, lengths=None):
+            def run(q, k, v, *rest):
+                rest = list(rest)
                 return tokamax.dot_product_attention(
                     q,
                     k,
                     v,
                     is_causal=shape.causal,
-                    key_value_seq_lengths=lengths,
+                    key_value_seq_lengths=rest.pop(0) if shape.lengths else None,
+                    bias=rest.pop(0)[:, None, None, :] if shape.key_bias else None,
                     implementation=implementation,
                 )
 
