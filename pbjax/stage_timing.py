@@ -33,6 +33,10 @@ from pbjax.trace import Aval
 # What is timed in one trace, of which starting, settling and reading are most.
 JOBS_PER_TRACE = 8
 
+# In a lowered program that has attention by cuDNN. Its first call captures a graph, and fails where
+# another thread works on the device meanwhile: ViT-Base's did so on an H200.
+CUDNN = "__cudnn$"
+
 # Stages as they run in one program: name, size and SM budget of each. The empty job is the whole
 # block at the whole batch, one stage after the other: the company of all others.
 type _Part = tuple[str, int, int]
@@ -153,12 +157,19 @@ class StageTimer:
         progress: Callable[[int, int, str], None],
     ) -> None:
         futures: dict[Future, _Job] = {}
+        alone: list[tuple[Lowered, Future]] = []
         for job in jobs:
             progress(sum(future.done() for future in futures), len(jobs), _label(job))
-            futures[pool.submit(_compile, self._lower(job))] = job
+            lowered = self._lower(job)
+            has_cudnn = CUDNN in lowered.as_text()
+            future = pool.submit(lowered.compile if has_cudnn else partial(_compile, lowered))
+            futures[future] = job
+            alone += [(lowered, future)] if has_cudnn else []
         for done, future in enumerate(as_completed(futures)):
             self._compiled[futures[future]] = future.result()
             progress(done + 1, len(jobs), _label(futures[future]))
+        for lowered, future in alone:
+            _run_once(lowered, future.result())
 
     def _lower(self, job: _Job) -> Lowered:
         stages = [self._stage(*part) for part in self._parts(job)]
@@ -242,12 +253,16 @@ def _label(job: _Job) -> str:
 
 
 def _compile(lowered: Lowered) -> Callable:
-    """Compiles, and runs once on zeros: kernels of ours compile when they are first launched."""
+    """Compiles, and runs once: kernels of ours compile when they are first launched."""
     compiled = lowered.compile()
+    _run_once(lowered, compiled)
+    return compiled
+
+
+def _run_once(lowered: Lowered, compiled: Callable) -> None:
     args, kwargs = lowered.in_avals
     zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), args)
     jax.block_until_ready(compiled(*zeros, **kwargs))
-    return compiled
 
 
 def _can_export(primitives: Collection[str]) -> bool:

@@ -1,5 +1,7 @@
 """Stage timing: what a stage is fed with, what is compiled, and in what company it is timed."""
 
+from threading import current_thread, main_thread
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,18 @@ def test_stage_that_cannot_be_compiled_is_not_swallowed(monkeypatch):
     monkeypatch.setattr(stage_timing, "_compile", refuse)
     with pytest.raises(DeviceError, match="no such kernel"):
         timer(Run(stage=analysis.outline.block[0], batch_size=2))
+
+
+@pytest.mark.parametrize(("mark", "alone"), [("module", True), ("no such text", False)])
+def test_programs_with_cudnn_run_when_no_other_does(monkeypatch, mark, alone):
+    *_, analysis, timer = stage_timer("no_repetition", 4)
+    runs = [(Run(stage=stage, batch_size=2),) for stage in analysis.outline.stages]
+    threads = []
+    monkeypatch.setattr(stage_timing, "CUDNN", mark)
+    monkeypatch.setattr(stage_timing, "_run_once", lambda *_: threads.append(current_thread()))
+    timer.prepare(runs)
+    assert len(threads) == len(runs)
+    assert {thread is main_thread() for thread in threads} == {alone}
 
 
 def test_real_clock_gives_positive_seconds():
