@@ -7,12 +7,12 @@ PBJAX_CACHE_DIR=off python scripts/bench_optimize.py --out FILE
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from places import new_file
 
 import models
 import pbjax
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--seq", type=int, default=384)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--out", type=Path, help="text file to write")
+    parser.add_argument("--out", type=new_file, help="text file to write")
     args = parser.parse_args()
     config = models.BertConfig.base()
     if args.tiny:
