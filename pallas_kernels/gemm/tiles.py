@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.experimental.pallas as pl
 import numpy as np
 
-from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
+from pallas_kernels.gemm.mosaic_gpu import CONSUMERS, PIECE, SMEM_BYTES, Epilogue, Plan, Tile
 
 MAX_NARROW_COLS = 12
 RATED_SMS = 132
@@ -106,6 +106,15 @@ def tile_for(
       The tile.
     """
     return _best(ms, n, k, gated=gated, heavy=heavy, ctas=ctas, num_sms=num_sms)[0].tile
+
+
+def with_moments(tile: Tile) -> Tile:
+    """The tile with as many buffers for its result as leave room for moments beside them."""
+    buffers = CONSUMERS * 2 * PIECE * PIECE
+    missing = tile.smem_bytes + tile.moment_bytes - SMEM_BYTES
+    return dataclasses.replace(
+        tile, store_slots=max(1, tile.store_slots - max(0, pl.cdiv(missing, buffers)))
+    )
 
 
 def predicted_s(
