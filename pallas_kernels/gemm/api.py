@@ -13,7 +13,7 @@ from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
-from pallas_kernels.gemm.tiles import FEW_ROWS, tile_for, with_moments
+from pallas_kernels.gemm.tiles import FEW_ROWS, tile_for
 
 ROWS = 8  # A swizzled copy takes rows in multiples of 8.
 MAX_GROUPS = 8
@@ -230,8 +230,8 @@ def run_groups(
             heavy=residuals is not None or epilogue.activation is not None,
             ctas=ctas,
             num_sms=dispatch.num_sms(),
+            moments=epilogue.moments,
         )
-        tile = with_moments(tile) if epilogue.moments else tile
     results = _matmul(
         tuple(_padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
         weights,

@@ -81,21 +81,7 @@ def normed_gemm(
       NotImplementedError: As for `gemm`.
     """
     gated = w_gate is not None
-    check_gemm(x, w, bias, None, activation)
-    check_arrays("normed_gemm", {"row_scale": row_scale})
-    if row_scale.shape != x.shape[:-1] or row_scale.dtype != jnp.float32:
-        raise ValueError(
-            f"normed_gemm(row_scale: {row_scale.dtype}{row_scale.shape}): x has rows of shape "
-            f"{x.shape[:-1]}; each has a factor in float32; take them from gemm_for_norm or "
-            "scale_rows"
-        )
-    if gated:
-        check_gemm(x, w_gate, None, None, activation)
-        if bias is not None or w_gate.shape != w.shape:
-            raise ValueError(
-                f"normed_gemm(w_gate: {w_gate.shape}, w: {w.shape}, bias): with a gate there are "
-                "two weights of one shape and no bias; leave out the bias, or the gate"
-            )
+    check_normed_gemm(x, row_scale, w, w_gate, bias, activation)
     ctas = dispatch.check_sm_budget("normed_gemm", sm_budget)
     weights = (w_gate, w) if gated else (w,)
     epilogue = Epilogue(activation=activation, gated=gated)
@@ -193,11 +179,28 @@ def gemm_for_norm(
     )
 
 
-def joined_scale(
-    moments: Float[Array, "P 2 M"], *, eps: float, centred: bool
-) -> Float[Array, " M"]:
+def check_normed_gemm(x, row_scale, w, w_gate, bias, activation) -> None:
+    """Raises ValueError unless the operands fit together, TypeError for no arrays."""
+    check_gemm(x, w, bias, None, activation)
+    check_arrays("normed_gemm", {"row_scale": row_scale})
+    if row_scale.shape != x.shape[:-1] or row_scale.dtype != jnp.float32:
+        raise ValueError(
+            f"normed_gemm(row_scale: {row_scale.dtype}{row_scale.shape}): x has rows of shape "
+            f"{x.shape[:-1]}; each has a factor in float32; take them from gemm_for_norm or "
+            "scale_rows"
+        )
+    if w_gate is not None:
+        check_gemm(x, w_gate, None, None, activation)
+        if bias is not None or w_gate.shape != w.shape:
+            raise ValueError(
+                f"normed_gemm(w_gate: {w_gate.shape}, w: {w.shape}): with a gate there are two "
+                "weights of one shape and no bias; leave out the bias, or the gate"
+            )
+
+
+def joined_scale(moments: Float[Array, "P M"], *, eps: float, centred: bool) -> Float[Array, " M"]:
     """1 / sqrt(variance + eps) of rows, from mean and squared deviations of equal parts of them."""
-    means, deviations = moments[:, 0], moments[:, 1]
+    means, deviations = moments[0::2], moments[1::2]
     # LayerNorm's about the first part's mean, not 0: both sums then take one pass, and cancel
     # nothing large.
     means = means - means[:1] if centred else means

@@ -243,9 +243,9 @@ class Plan:
 
     @property
     def moment_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """For each input, mean and squared deviations of each piece of a row; none if not asked."""
+        """For each input, by turns mean and squared deviations of each piece of its rows."""
         ms = self.ms if self.epilogue.moments else ()
-        return tuple(jax.ShapeDtypeStruct((self.n // PIECE, 2, m), jnp.float32) for m in ms)
+        return tuple(jax.ShapeDtypeStruct((2 * self.n // PIECE, m), jnp.float32) for m in ms)
 
     def covered_rows(self, m: int) -> int:
         """Rows of the tiles that m rows fall into."""
@@ -413,7 +413,7 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
         narrow = [plgpu.SMEM((depth, rows, tile.narrow_n), dtype)] * plan.weights
         both = zip(w_slots, narrow, strict=True)
         w_slots = w_slots + narrow if plan.emulated else [plgpu.RefUnion(*pair) for pair in both]
-    moments = plgpu.SMEM((CONSUMERS, tile.tile_n // PIECE, 2, tile.tile_m), jnp.float32)
+    moments = plgpu.SMEM((CONSUMERS, 2 * tile.tile_n // PIECE, tile.tile_m), jnp.float32)
     slots = [
         plgpu.SMEM((depth, tile.block_m, tile.tile_k), dtype),
         *w_slots,
@@ -578,11 +578,12 @@ def store(plan: Plan, refs: Refs, segment: Segment, products, row_scales, wg, ro
         if row_scales:
             parts = rows.scale_rows(parts, row_scales[r // PIECE])
         out_slot[...] = finish(plan, refs, parts, (wg, c), out_slot).astype(out_slot.dtype)
+        if refs.moments is not None:
+            kept = refs.moment_slots.at[wg, pl.ds(2 * c // PIECE, 2), pl.ds(r, PIECE)]
+            rows.keep_moments(out_slot, kept)
         plgpu.commit_smem()
         target = refs.outs[segment.group].at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
         plgpu.copy_smem_to_gmem(out_slot, target)
-        if refs.moments is not None:
-            rows.keep_moments(out_slot, refs.moment_slots.at[wg, c // PIECE, :, pl.ds(r, PIECE)])
         # The store just issued is still reading its slot: fetch into the one before, where there
         # are two.
         upcoming = piece - min(1, slots - 1) + slots
@@ -590,7 +591,7 @@ def store(plan: Plan, refs: Refs, segment: Segment, products, row_scales, wg, ro
             plgpu.wait_smem_to_gmem(min(1, slots - 1), wait_read_only=True)
             fetch_residual(plan, refs, segment, wg, row, col, upcoming)
     if refs.moments is not None:
-        kept = refs.moment_slots.at[wg, pl.ds(0, min(segment.width, plan.n) // PIECE)]
+        kept = refs.moment_slots.at[wg, pl.ds(0, 2 * min(segment.width, plan.n) // PIECE)]
         rows.store_moments(kept, refs.moments[segment.group], row, col, PIECE)
 
 

@@ -42,7 +42,6 @@ def keep_moments(piece, moments) -> None:
 
 def store_moments(slots, moments, row, col, piece: int) -> None:
     """Copies what was kept of a tile to where its row and column say, clipped as the result is."""
-    parts, _, rows = slots.shape
-    plgpu.commit_smem()
-    first = lax.div(col, jnp.int32(piece))
-    plgpu.copy_smem_to_gmem(slots, moments.at[pl.ds(first, parts), :, pl.ds(row, rows)])
+    first = lax.div(col, jnp.int32(piece // 2))
+    target = moments.at[pl.ds(first, slots.shape[0]), pl.ds(row, slots.shape[1])]
+    plgpu.copy_smem_to_gmem(slots, target)
