@@ -12,6 +12,7 @@ lost by being rounded with that mean in it, whatever computes its norm. Not here
 is used otherwise too, as the residual of a post-norm layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -45,7 +46,7 @@ class FoldedNorm:
 
 
 def fold(
-    linears: tuple[nnx.Linear, ...],
+    linears: Sequence[nnx.Linear],
     gain: Float[Array, " D"],
     offset: Float[Array, " D"] | None,
     *,

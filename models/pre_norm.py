@@ -4,7 +4,7 @@ The norm is computed by itself, or folded into the products (`models.folding`): 
 either. Not here: attention, which each family has in its own way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -105,7 +105,7 @@ def gated(x: Hidden, gate: Linear, up: Linear) -> Float[Array, "B T F"]:
 
 
 def run_layers(
-    layers: nnx.List, x: Float[Array, "B T D"], *terms: object
+    layers: Iterable[Callable[..., Hidden]], x: Float[Array, "B T D"], *terms: object
 ) -> list[Float[Array, "B T D"]]:
     """Returns the hidden states before and after each layer, called with them and the terms."""
     states, hidden = [x], x
