@@ -6,10 +6,10 @@ columns, which takes the mean from x, and c is the bias and offset @ W. RMSNorm 
 mean and offset. So products read x; the product that wrote x gave 1 / deviation with it
 (`pallas_kernels.gemm`).
 
-In 16 bits V is rounded where the norm was. Columns of a rounded V do not add up to 0 quite: a row
-whose mean is r times its deviation has an error of some r times the dtype's, which is what x has
-lost by being rounded with that mean in it, whatever computes its norm. Not here: norms whose result
-is used otherwise too, as the residual of a post-norm layer.
+In 16 bits V is rounded where the norm was. The columns of a rounded V do not quite add up to 0: a
+row whose mean is r times its deviation gets an error of some r times the dtype's, as large as what
+x has lost by being rounded with that mean in it. Not here: norms whose result is used otherwise
+too, as the residual of a post-norm layer.
 """
 
 from collections.abc import Sequence
