@@ -1,7 +1,5 @@
 """Norms folded into products: weights, how exact 16 bits are, decoding, copies."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +84,6 @@ def test_decode_with_folded_norms_gives_the_scores_of_the_plain_forward_pass(nam
 def test_the_given_model_keeps_its_norms_and_weights(name):
     plain = load(name)
     before = jax.tree.leaves(nnx.state(plain))
-    with_kernels(plain, dataclasses.replace(FOLDED, attention="xla"))
+    with_kernels(plain, FOLDED)
     after = jax.tree.leaves(nnx.state(plain))
     assert all(a is b for a, b in zip(before, after, strict=True))
