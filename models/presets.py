@@ -105,7 +105,13 @@ class ModelShape:
         if not getattr(self.config, "lm_head", False):
             return self
         config: Any = self.config
-        config = replace(config, lm_head=False)
+        return self._rebuilt(replace(config, lm_head=False))
+
+    def with_layers(self, num_layers: int) -> "ModelShape":
+        """The model with another number of layers."""
+        return self._rebuilt(_with_layers(self.config, num_layers))
+
+    def _rebuilt(self, config: object) -> "ModelShape":
         dtype = str(jax.tree.leaves(nnx.state(self.module))[0].dtype)
         module = nnx.eval_shape(lambda: self.family.build(config, dtype))
         return replace(self, config=config, module=module)

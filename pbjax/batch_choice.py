@@ -26,8 +26,8 @@ from pbjax.roofline_batching import (
     largest_batch,
     size_point,
 )
-from pbjax.roofline_points import Roofline
-from pbjax.roofline_text import size, table_text, wrapped
+from pbjax.roofline_reports import Roofline
+from pbjax.text_tables import size, table_text, wrapped
 from pbjax.timing import time_function
 
 MAX_BATCH = 1 << 16

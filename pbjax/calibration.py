@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.attention import attention
+from pallas_kernels.norm import rms_norm
 from pbjax.ceilings import ATTENTION_TOKENS, Ceilings
 from pbjax.errors import DeviceError
 from pbjax.provenance import provenance_here
@@ -143,6 +144,7 @@ def calibrate(
                 rates = found.setdefault(table, {})
                 rates[key] = max(rates.get(key, 0.0), _four_digits(case.amount / seconds))
     single = {table: rates[""] for table, rates in found.items() if "" in rates}
+    ours = single.get("pallas launches")
     return Ceilings(
         provenance=provenance_here(device_kind, COMMAND),
         tensor_flops_per_s=found["products"],
@@ -152,6 +154,7 @@ def calibrate(
         memory_bytes_per_s=single["copy"],
         weight_bytes_per_s=single["weights"],
         launch_s=_four_digits(1 / single["launches"]),
+        pallas_launch_s=_four_digits(1 / ours) if ours else None,
     )
 
 
@@ -174,6 +177,7 @@ def _cases(sizes: Sizes) -> list[_Case]:
     half = jnp.bfloat16
     thin = jax.ShapeDtypeStruct((rows, inner), half), jax.ShapeDtypeStruct((inner, outer), half)
     tiny = jax.ShapeDtypeStruct((64, 64), half)
+    row = jax.ShapeDtypeStruct((rows, inner), half), jax.ShapeDtypeStruct((inner,), half)
     return [
         *cases,
         _Case(
@@ -191,6 +195,13 @@ def _cases(sizes: Sizes) -> list[_Case]:
         ),
         _Case(name=("weights", ""), function=jnp.dot, shapes=thin, amount=2 * inner * outer),
         _Case(name=("launches", ""), function=_chain, shapes=(tiny, tiny), amount=CHAIN),
+        _Case(
+            name=("pallas launches", ""),
+            function=_norms,
+            shapes=row,
+            amount=CHAIN,
+            optional=True,
+        ),
     ]
 
 
@@ -243,6 +254,13 @@ def _chain(x: Array, y: Array) -> Array:
     """Small products, each of the one before: no compiler makes one kernel of them."""
     for _ in range(CHAIN):
         x = jnp.dot(x, y)
+    return x
+
+
+def _norms(x: Array, scale: Array) -> Array:
+    """Norms of a few rows by our kernel, each of the one before."""
+    for _ in range(CHAIN):
+        x = rms_norm(x, scale, eps=1e-5, implementation="mosaic_gpu")
     return x
 
 

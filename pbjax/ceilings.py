@@ -42,6 +42,8 @@ class Ceilings:
       memory_bytes_per_s: Of a large copy, bytes read and written together.
       weight_bytes_per_s: Of a product of a few rows, which waits for its weights.
       launch_s: What a kernel takes that does next to nothing, behind another.
+      pallas_launch_s: The same of a kernel of `pallas_kernels`, which sets up its pipeline first;
+        None where none runs.
     """
 
     provenance: Provenance
@@ -52,6 +54,7 @@ class Ceilings:
     memory_bytes_per_s: float
     weight_bytes_per_s: float
     launch_s: float
+    pallas_launch_s: float | None = None
 
     def __post_init__(self):
         """Refuses rates that are not positive, and a table without a product's."""
@@ -65,8 +68,9 @@ class Ceilings:
             "weight_bytes_per_s": self.weight_bytes_per_s,
             "launch_s": self.launch_s,
         }
-        if self.cuda_flops_per_s is not None:
-            rates["cuda_flops_per_s"] = self.cuda_flops_per_s
+        for name in ("cuda_flops_per_s", "pallas_launch_s"):
+            if getattr(self, name) is not None:
+                rates[name] = getattr(self, name)
         check_figures("Ceilings", rates, AGAIN, zero=False)
         if not self.tensor_flops_per_s:
             raise InputError(
@@ -101,6 +105,7 @@ class Ceilings:
             memory_bytes_per_s=self.memory_bytes_per_s,
             weight_bytes_per_s=self.weight_bytes_per_s,
             launch_s=self.launch_s,
+            pallas_launch_s=self.pallas_launch_s,
             source=f"measured ceilings, {where.date[:10]}, sustained: {where.command}",
         )
 

@@ -1,6 +1,7 @@
 """Which split programs are worth building: searched, given, or read from a plan."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
@@ -9,10 +10,13 @@ import jax
 
 from pbjax.analysis import Analysis
 from pbjax.compilation import Way
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.device import Device
+from pbjax.errors import InputError, InputTypeError, MemoryBudgetError, ModelError, warn
+from pbjax.memory import predicted_bytes
+from pbjax.outline import Outline
 from pbjax.plan import Plan
 from pbjax.schedule import Split
-from pbjax.search import Candidate, SearchResult, best_staggers, search
+from pbjax.search import Candidate, SearchOptions, SearchResult, best_staggers, search
 from pbjax.tables import Measurements
 from pbjax.throughput import Evaluator
 
@@ -47,23 +51,58 @@ class Choice:
         return self.search.digest if self.search else self.plan.digest if self.plan else ""
 
 
-def searched(measurements: Measurements, batch_size: int) -> Choice:
+def device_room(device: Device) -> int:
+    """Bytes that programs may use: of the device, or what JAX was given of it."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return min(device.memory_bytes, stats.get("bytes_limit", device.memory_bytes))
+
+
+def searched(measurements: Measurements, batch_size: int, room: int) -> Choice:
     """The best splits that the search finds, one with two and one with three sub-batches.
 
     Both are built even where the unsplit batch is predicted to be faster: what is measured decides.
+
+    Args:
+      measurements: The table.
+      batch_size: Rows of the batch.
+      room: Bytes that the programs may use, weights included. Where they are predicted to need
+        more, it is searched among those that are not; if there are none, what the compiled
+        programs need decides.
     """
-    result = search(measurements.outline, measurements.profile, batch_size)
-    split = [candidate for count, candidate in result.by_count.items() if count > 1]
+    outline, profile = measurements.outline, measurements.profile
+    result = search(outline, profile, batch_size)
+    if not _fit(outline, _split(result), room):
+        with suppress(MemoryBudgetError):
+            within = SearchOptions(memory_limit_bytes=room)
+            result = search(outline, profile, batch_size, within)
+    split = _split(result)
     split.sort(key=lambda candidate: (candidate.prediction.makespan_s, -len(candidate.staggers)))
+    none = f"a batch of {batch_size} rows is too small to split"
+    if result.dropped:
+        none = f"no split is predicted to fit in {room / 1e9:.3g} GB"
     return Choice(
         batch_size=batch_size,
         ways=tuple(_way(candidate) for candidate in split),
-        unsplit_s=result.by_count[1].prediction.makespan_s,
+        unsplit_s=_unsplit_s(measurements, batch_size),
         search=result,
         measurements=measurements,
-        reason="" if split else f"a batch of {batch_size} rows is too small to split",
+        reason="" if split else none,
         warnings=_warnings(measurements),
     )
+
+
+def _split(result: SearchResult) -> list[Candidate]:
+    return [candidate for count, candidate in result.by_count.items() if count > 1]
+
+
+def _fit(outline: Outline, candidates: Sequence[Candidate], room: int) -> bool:
+    needed = (predicted_bytes(outline, each.split.sizes, each.staggers) for each in candidates)
+    return all(num_bytes <= room for num_bytes in needed)
+
+
+def _unsplit_s(measurements: Measurements, batch_size: int) -> float:
+    evaluator = Evaluator(measurements.outline, measurements.profile)
+    return evaluator.evaluate(Split(sizes=(batch_size,)), (0,)).makespan_s
 
 
 def given_split(sizes: Sequence[SupportsIndex], batch_size: int) -> Split:
@@ -97,15 +136,25 @@ def whole_numbers(argument: str, values: Any) -> tuple[int, ...]:
         ) from error
 
 
-def forced(analysis: Analysis, measurements: Measurements, split: Split) -> Choice:
-    """The split that the caller gives, with the best staggers."""
-    candidate = best_staggers(measurements.outline, measurements.profile, split)
-    whole = Split(sizes=(split.batch_size,))
-    evaluator = Evaluator(measurements.outline, measurements.profile)
+def forced(analysis: Analysis, measurements: Measurements, split: Split, room: int) -> Choice:
+    """The split that the caller gives, with the best staggers.
+
+    Args:
+      analysis: The model.
+      measurements: The table.
+      split: The sizes.
+      room: As in `searched`, for the staggers.
+    """
+    outline, profile = measurements.outline, measurements.profile
+    candidate = best_staggers(outline, profile, split)
+    if not _fit(outline, (candidate,), room):
+        with suppress(MemoryBudgetError):
+            within = SearchOptions(memory_limit_bytes=room)
+            candidate = best_staggers(outline, profile, split, within)
     return Choice(
         batch_size=analysis.batch.batch_size,
         ways=(_way(candidate),) if len(split.sizes) > 1 else (),
-        unsplit_s=evaluator.evaluate(whole, (0,)).makespan_s,
+        unsplit_s=_unsplit_s(measurements, split.batch_size),
         measurements=measurements,
         reason=f"split={split.sizes} was given",
         warnings=_warnings(measurements),
@@ -116,7 +165,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     """The split of a saved plan.
 
     A plan from another device kind or version of jax keeps its sizes and staggers, but whether they
-    pay is measured again.
+    pay is measured again, of which it warns.
 
     Raises:
       ModelError: The plan is for another model.
@@ -140,6 +189,12 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         for name, value in here.items()
         if getattr(plan, name) != value
     ]
+    warning = (
+        f"optimize(plan=...): {' and '.join(foreign)}; its sizes and staggers are kept, and "
+        "whether they pay is measured again; leave the plan out to search for those of this device"
+    )
+    if foreign:
+        warn(warning)
     way = Way(
         sizes=plan.sizes,
         staggers=plan.staggers,
@@ -155,7 +210,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
         unsplit_s=plan.predicted.unsplit,
         plan=plan,
         reason="" if foreign else plan.reason,
-        warnings=tuple(f"plan: {text}; measured again" for text in foreign),
+        warnings=(warning,) if foreign else (),
     )
 
 

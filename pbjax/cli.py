@@ -20,8 +20,10 @@ import typer
 
 from pbjax.cli_batch import choose_rows, read_batch
 from pbjax.cli_calibrate import calibrate
+from pbjax.cli_devices import this_device
 from pbjax.cli_inference import ENCODERS, classify, embed, encodes_text, generate, transcribe
 from pbjax.cli_outputs import check_outputs, write_outputs
+from pbjax.cli_paths import path_argument, path_option
 from pbjax.cli_roofline import roofline
 from pbjax.cli_search import profile as profile_command
 from pbjax.cli_search import search as search_command
@@ -60,11 +62,11 @@ def main(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
-    target: Annotated[Path, typer.Argument(help="The Orbax checkpoint to write; must not exist.")],
+    source: Annotated[Path, path_argument(help="A Hugging Face model folder.")],
+    target: Annotated[Path, path_argument(help="The Orbax checkpoint to write; must not exist.")],
     dtype: Annotated[str | None, typer.Option(help="Store weights as this dtype.")] = None,
     reference: Annotated[
-        Path | None, typer.Option(help="Inputs and outputs to check against (.npz).")
+        Path | None, path_option(help="Inputs and outputs to check against (.npz).")
     ] = None,
     allow_pickle: Annotated[
         bool,
@@ -97,8 +99,8 @@ def convert(
 
 @app.command()
 def optimize(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or one of pbjax convert.")],
-    texts: Annotated[Path, typer.Option(help="Sentences to embed, one a line.")],
+    model: Annotated[Path, path_argument(help="A Hugging Face folder, or one of pbjax convert.")],
+    texts: Annotated[Path, path_option(help="Sentences to embed, one a line.")],
     batch: Annotated[
         str, typer.Option(help="Sentences in a batch, or auto: the smallest that is as fast.")
     ] = "96",
@@ -111,10 +113,10 @@ def optimize(
         str | None, typer.Option(help="Sizes to run instead of searching, such as 48,32,16.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Measured table to read and complete.")
+        Path | None, path_option(help="Measured table to read and complete.")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Plan to run instead of searching.")] = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    plan: Annotated[Path | None, path_option(help="Plan to run instead of searching.")] = None,
+    save_plan: Annotated[Path | None, path_option(help="Where to write the plan.")] = None,
     fuse: Annotated[
         str,
         typer.Option(help="What to replace by kernels: auto, all, none or names; all,-gemm.2."),
@@ -123,14 +125,14 @@ def optimize(
         bool, typer.Option(help="Also predict every split, to check the search.")
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Also write the timetable as a trace that Perfetto opens.")
+        Path | None, path_option(help="Also write the timetable as a trace that Perfetto opens.")
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
+        path_option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page with figures that needs no network.")
+        Path | None, path_option(help="Also write a page with figures that needs no network.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -155,6 +157,7 @@ def optimize(
         from pbjax.pipeline import optimize as run
         from pbjax.search import search
 
+        this_device("pbjax optimize")  # What cannot be planned for is refused before it loads.
         sentences = text.read_sentences(texts, rows)
         shape = find_folder(model, "optimize", encodes_text, ENCODERS)
         _check_length(seq, shape.config.max_seq_len)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pbjax.cli_devices import this_device
 from pbjax.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,12 +57,11 @@ def choose_rows(
     """
     from pbjax.batch_choice import choose_batch
     from pbjax.ceilings import calibrated
-    from pbjax.cli_calibrate import this_device
 
     return choose_batch(
         model,
         *inputs,
-        device=calibrated(this_device()),
+        device=calibrated(this_device("pbjax optimize --batch auto")),
         latency_s=None if latency_ms is None else latency_ms / 1e3,
         max_batch=max_batch,
         measure=True,

@@ -1,13 +1,14 @@
 """The command `pbjax calibrate`: measures what this machine reaches, for rooflines and steps."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.cli_devices import this_device
+from pbjax.cli_paths import path_option
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
+        path_option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
@@ -29,7 +30,7 @@ def calibrate(
     from pbjax.ceilings import NAME, user_folder
     from pbjax.progress import ProgressPrinter
 
-    datasheet = this_device()
+    datasheet = this_device("pbjax calibrate")
     path = out or user_folder() / datasheet.slug / f"{NAME}.json"
     check_writable("pbjax calibrate --out", path)
     with ProgressPrinter() as progress:
@@ -40,15 +41,6 @@ def calibrate(
         print(f"written: {path}")
 
 
-def this_device() -> "Device":
-    """The first device of JAX with the figures of its datasheet."""
-    import jax
-
-    from pbjax.device import find_device
-
-    return find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
-
-
 def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
     """What was measured beside the datasheet, as a table.
 
@@ -56,7 +48,7 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
       found: What was measured.
       datasheet: The device's peaks.
     """
-    from pbjax.roofline_text import table_text
+    from pbjax.text_tables import table_text
 
     rows: list[tuple[object, ...]] = []
 
@@ -77,6 +69,8 @@ def ceilings_text(found: "Ceilings", datasheet: "Device") -> str:
     for name, rate in found.functions_per_s.items():
         add(name, "G/s", 1e9, rate, None)
     add("launch", "us", 1e-6, found.launch_s, None)
+    if found.pallas_launch_s is not None:
+        add("launch of our kernels", "us", 1e-6, found.pallas_launch_s, None)
     where = found.provenance
     title = f"ceilings of {where.device_kind}, sustained, not in bursts, {where.date[:10]}"
     return table_text(title, ("", "measured", "datasheet", "share", "unit"), rows)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.cli_paths import path_argument, path_option
 from pbjax.cli_subject import Shape, find_folder
 from pbjax.errors import InputError
 
@@ -30,7 +31,7 @@ MB = 1_000_000
 SHOWN = 4
 ENCODERS = "a text encoder, such as a BERT,"
 
-Folder = Annotated[Path, typer.Argument(help="A Hugging Face folder, or one of pbjax convert.")]
+Folder = Annotated[Path, path_argument(help="A Hugging Face folder, or one of pbjax convert.")]
 Dtype = Annotated[str | None, typer.Option(help="Of weights and activations.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -182,7 +183,7 @@ def _described(prompts: list[str], completions: "list[Completion]") -> list[dict
 
 def embed(
     model: Folder,
-    texts: Annotated[Path | None, typer.Option(help="Texts to embed, one a line.")] = None,
+    texts: Annotated[Path | None, path_option(help="Texts to embed, one a line.")] = None,
     text: Annotated[
         list[str] | None, typer.Option(help="A text to embed; may be repeated.")
     ] = None,
@@ -213,7 +214,7 @@ def embed(
 
 def classify(
     model: Folder,
-    image: Annotated[list[Path], typer.Argument(help="Image files.")],
+    image: Annotated[list[Path], path_argument(help="Image files.")],
     top: Annotated[int, typer.Option(min=1, help="Classes to print.")] = 5,
     dtype: Dtype = None,
     as_json: Json = False,
@@ -245,7 +246,7 @@ def classify(
 
 def transcribe(
     model: Folder,
-    wav: Annotated[list[Path], typer.Argument(help="WAV files of one channel of 16 bits.")],
+    wav: Annotated[list[Path], path_argument(help="WAV files of one channel of 16 bits.")],
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pbjax.cli_outputs import check_drawable
+from pbjax.cli_paths import path_option, to_source
 from pbjax.cli_subject import (
     Peaks,
     Subject,
@@ -25,7 +26,7 @@ from pbjax.files import check_writable
 
 if TYPE_CHECKING:
     from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
-    from pbjax.roofline_points import Roofline
+    from pbjax.roofline_reports import Roofline
     from pbjax.roofline_whatif import Variant
 
 Phase = Literal["prefill", "decode", "forward"]
@@ -34,7 +35,10 @@ Attention = Literal["fused", "unfused"]
 
 def roofline(
     model: Annotated[
-        str, typer.Argument(help="A preset, such as llama3-8b, or a folder with a config.json.")
+        str,
+        typer.Argument(
+            help="A preset, such as llama3-8b, or a folder with a config.json.", parser=to_source
+        ),
     ],
     device: Annotated[
         str | None,
@@ -75,7 +79,8 @@ def roofline(
     ] = False,
     devices: Annotated[int, typer.Option(min=2, help="Devices in parallel, for --what-if.")] = 2,
     draft: Annotated[
-        str | None, typer.Option(help="Draft model of speculative decoding, for --what-if.")
+        str | None,
+        typer.Option(help="Draft model of speculative decoding, for --what-if.", parser=to_source),
     ] = None,
     acceptance: Annotated[
         float, typer.Option(min=0, max=1, help="Probability that a drafted token is kept.")
@@ -94,17 +99,17 @@ def roofline(
         typer.Option(min=1, help="A further length to measure, for the curves; may be repeated."),
     ] = None,
     save_measured: Annotated[
-        Path | None, typer.Option(help="Where to keep what --measure finds.")
+        Path | None, path_option(help="Where to keep what --measure finds.")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Compare with what --save-measured has kept.")
+        Path | None, path_option(help="Compare with what --save-measured has kept.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page with figures that needs no network.")
+        Path | None, path_option(help="Also write a page with figures that needs no network.")
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
+        path_option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
@@ -119,7 +124,6 @@ def roofline(
     check_writable("--save-measured", save_measured)
     check_drawable(figures, html)
     from pbjax.roofline_checks import MeasuredTable, checks_rows, checks_text, points_text
-    from pbjax.roofline_text import report_text
 
     table = None if measured is None else MeasuredTable.load(measured)
     figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
@@ -136,7 +140,7 @@ def roofline(
     if table is not None:
         # A study has points of its own: its report need not be one of them.
         reports = [r if study and not table.find(r) else table.attached(r) for r in reports]
-    texts = {report.phase: report_text(report) for report in reports}
+    texts = {report.phase: str(report) for report in reports}
     document: dict[str, object] = {"reports": [report.to_dict() for report in reports]}
     if any(report.measured for report in reports):
         compared = [report for report in reports if report.measured]
@@ -273,7 +277,7 @@ def _variants(
         changes.Variant(name=f"attention {other}", report=turned, note="scores of 4 bytes")
     )
     if report.device.link_bytes_per_s is not None:
-        layers = config.num_layers
+        layers = subject.num_layers or config.num_layers
         variants.append(changes.with_tensor_parallel(report, devices, config.embed_dim, layers))
     return variants
 
@@ -291,7 +295,7 @@ def _speculation(
     from pbjax.roofline_whatif import break_even_batch, speculate
 
     shape = import_module("models.presets").find_shape(draft, dtype)
-    drafting = replace(subject, name=draft, shape=shape)
+    drafting = replace(subject, name=draft, shape=shape, num_layers=None)
 
     def seconds(of: Subject, new_tokens: int):
         known = {rows: of.report("decode", rows, seq, new_tokens) for rows in BATCH_NODES}

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pbjax.errors import DeviceError, InputError
+from pbjax.cli_devices import named_device, this_device
+from pbjax.cli_paths import path_option, to_source
+from pbjax.errors import DeviceError, InputError, warn
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from pbjax.profiling import Profile
 
 Model = Annotated[
-    str, typer.Option(help="A preset, such as bert-base, or a folder with a config.json.")
+    str,
+    typer.Option(
+        help="A preset, such as bert-base, or a folder with a config.json.", parser=to_source
+    ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
 Seq = Annotated[
@@ -41,14 +46,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 def profile(
     model: Model,
     batch: Batch,
+    out: Annotated[Path, path_option(help="Table to write, or to complete if it is there.")],
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
     device: Annotated[
         str | None, typer.Option(help="What this device must be; any that is there if absent.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Table to write, or complete; MODEL.json of this folder if absent."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -59,21 +61,18 @@ def profile(
     from pbjax.tables import measured_table
 
     began = time.perf_counter()
-    here = _this_device(device)
+    here = _profiled_device(device)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
-    path = out or Path(f"{asked.name}.json")
-    if not path.exists():
-        check_writable("pbjax profile --out", path)
+    if not out.exists():
+        check_writable("pbjax profile --out", out)
     with ProgressPrinter() as progress:
         phases = Phases(progress)
         with phases.phase("analyse"):
             analysis, leaves = asked.filled(here)
-        found = measured_table(analysis, leaves, path, phases, asked.command(here))
+        found = measured_table(analysis, leaves, out, phases, asked.command(here, out.name))
     seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
-    if found.warning:
-        print(found.warning, file=sys.stderr)
     document = {
-        "table": str(path),
+        "table": str(out),
         "device_kind": here.kind,
         "rows": len(found.profile.rows),
         "pairs": len(found.profile.corun),
@@ -81,7 +80,7 @@ def profile(
         "seconds": round(time.perf_counter() - began, 1),
         "phases": seconds,
     }
-    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here)))
+    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here, out)))
 
 
 def search(
@@ -91,22 +90,21 @@ def search(
     seq: Seq = None,
     dtype: Dtype = "bfloat16",
     table: Annotated[
-        Path | None, typer.Option("--profile", help="Measured table; the shipped one if absent.")
+        Path | None, path_option("--profile", help="Measured table; the shipped one if absent.")
     ] = None,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Also predict every split, to check the search.")
     ] = False,
-    save_plan: Annotated[Path | None, typer.Option(help="Where to write the plan.")] = None,
+    save_plan: Annotated[Path | None, path_option(help="Where to write the plan.")] = None,
     as_json: Json = False,
 ) -> None:
     """Search how to run a batch on a device, from its measured table; no device is needed."""
-    from pbjax.device import find_device
     from pbjax.forward_pass import ForwardPass
     from pbjax.search import SearchOptions
     from pbjax.search import search as run
     from pbjax.searched_plan import document_of, plan_of, plan_text
 
-    target = find_device(device)  # before what takes longer
+    target = named_device("pbjax search", device)  # before what takes longer
     check_writable("--save-plan", save_plan)
     asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
     path = table or _shipped(target, asked)
@@ -127,17 +125,13 @@ def search(
         print(plan_text(plan, measured, found, best, title=asked.name))
 
 
-def _this_device(wanted: str | None) -> "Device":
-    import os
-
-    import jax
-
-    from pbjax.device import find_device
-
-    here = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
-    if wanted is not None and find_device(wanted).kind != here.kind:
+def _profiled_device(wanted: str | None) -> "Device":
+    asked = "pbjax profile"
+    named = None if wanted is None else named_device(asked, wanted)  # before JAX looks for devices
+    here = this_device(asked)
+    if named is not None and named.kind != here.kind:
         raise DeviceError(
-            f"pbjax profile --device {wanted}: the first device of JAX is {here.kind!r}; a table "
+            f"{asked} --device {wanted}: the first device of JAX is {here.kind!r}; a table "
             "is measured on its device; run this there, or leave out --device"
         )
     return here
@@ -175,7 +169,7 @@ def _table(path: Path, device: "Device") -> "Profile":
         )
     warning = usable_rows(table, kind, jax.__version__).warning
     if warning:
-        print(warning, file=sys.stderr)
+        warn(warning)
     return table
 
 
@@ -229,8 +223,9 @@ def _kinds(table: "Profile") -> str:
 
 def _profile_text(document: dict[str, Any], command: str) -> str:
     phases = ", ".join(f"{name} {seconds} s" for name, seconds in document["phases"].items())
+    done = "written" if document["measured"] else "complete already"
     return (
         f"{document['device_kind']}: {document['rows']} rows and {document['pairs']} pairs, "
         f"{document['measured']} of them new, in {document['seconds']} s ({phases})\n"
-        f"written: {document['table']}\nagain: {command}"
+        f"{done}: {document['table']}\nagain: {command}"
     )

@@ -9,13 +9,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from pbjax.cli_devices import named_device, this_device
 from pbjax.errors import InputError, MemoryBudgetError
 
 if TYPE_CHECKING:
     from pbjax.device import Device
     from pbjax.roofline_batching import SizePoint
     from pbjax.roofline_checks import MeasuredTable
-    from pbjax.roofline_points import Roofline
+    from pbjax.roofline_reports import Roofline
+
+# Of a deeper model so many are traced, and one less: the rest are like them.
+TRACED_LAYERS = 8
 
 Peaks = Literal["measured", "datasheet"]
 
@@ -40,6 +44,10 @@ class Shape(Protocol):
     def call(self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1) -> Any:
         """A call of it in shapes."""
 
+    def with_layers(self, num_layers: int) -> "Shape":
+        """The same with another number of layers."""
+        ...
+
     def calling_kernels(self) -> "Shape":
         """The same with the kernels of the device that is traced for."""
         ...
@@ -63,6 +71,8 @@ class Subject:
       device: Where it would run.
       attention: "fused" or "unfused".
       kernels: Whether its layers call the kernels that the device has.
+      num_layers: How many it has, where the shape has only `TRACED_LAYERS` of them; None where it
+        has all.
     """
 
     name: str
@@ -70,6 +80,7 @@ class Subject:
     device: "Device"
     attention: str
     kernels: bool = False
+    num_layers: int | None = None
 
     def report(
         self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1
@@ -87,6 +98,8 @@ class Subject:
 def _report(
     subject: Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
 ) -> "Roofline":
+    if subject.num_layers is not None:
+        return _deep_report(subject, phase, batch_size, seq_len, new_tokens)
     device, target = subject.device, nullcontext()
     if subject.kernels:
         target = import_module("models.presets").traced_for(device.kind, device.num_sms)
@@ -94,6 +107,15 @@ def _report(
         shape = subject.shape.calling_kernels() if subject.kernels else subject.shape
         call = shape.call(phase, batch_size, seq_len, new_tokens)
         return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
+
+
+def _deep_report(subject: Subject, *call: Any) -> "Roofline":
+    from pbjax.roofline_layers import deepened
+
+    assert subject.num_layers is not None
+    shapes = (subject.shape.with_layers(TRACED_LAYERS - 1), subject.shape)
+    reports = (replace(subject, shape=shape, num_layers=None).report(*call) for shape in shapes)
+    return deepened(*reports, num_more=subject.num_layers - TRACED_LAYERS + 1)
 
 
 def _call_report(
@@ -123,15 +145,20 @@ def _call_report(
 
 
 def find_figures(kind: str | None, peaks: Peaks, *, here: bool) -> "Device":
-    """The figures of a kind of device; of this machine's if none is named."""
-    from pbjax.ceilings import calibrated
-    from pbjax.cli_calibrate import this_device
-    from pbjax.device import find_device
+    """The figures of a kind of device; of this machine's if none is named.
 
-    found = this_device() if kind is None else find_device(kind)
-    if here and kind is not None and found.kind != this_device().kind:
+    Raises:
+      InputError: Words name no device, or another one is named than is to be measured.
+      DeviceError: This machine's is to be taken, of which no figures are known.
+    """
+    from pbjax.ceilings import calibrated
+
+    asked = "pbjax roofline"
+    remedy = "only such can be measured" if here else "name one of them by --device"
+    found = this_device(asked, remedy) if kind is None else named_device(asked, kind)
+    if here and kind is not None and found.kind != (own := this_device(asked, remedy)).kind:
         raise InputError(
-            f"pbjax roofline --measure --device {kind}: this machine has {this_device().kind!r}; "
+            f"pbjax roofline --measure --device {kind}: this machine has {own.kind!r}; "
             "only that can be measured; leave out --device, or --measure"
         )
     return calibrated(found) if peaks == "measured" else found
@@ -141,12 +168,19 @@ def find_subject(
     model: str, device: "Device", dtype: str, attention: str, layers: int | None
 ) -> Subject:
     """A preset or a folder on a device, with all of its layers or as many as are given."""
-    from pbjax.roofline_text import count
+    from pbjax.text_tables import count
 
-    shape = import_module("models.presets").find_shape(model, dtype, layers)
+    traced = None if layers is None else min(layers, TRACED_LAYERS)
+    shape = import_module("models.presets").find_shape(model, dtype, traced)
     name = Path(model).name
     name += "" if layers is None else f", {count(layers, 'layer')}"
-    return Subject(name=name, shape=shape, device=device, attention=attention)
+    return Subject(
+        name=name,
+        shape=shape,
+        device=device,
+        attention=attention,
+        num_layers=None if layers == traced else layers,
+    )
 
 
 def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed: str) -> Shape:
@@ -184,7 +218,9 @@ def measured_reports(
     calls = [(phase, *size) for size in dict.fromkeys(sizes) for phase in phases]
     for phase, batch, seq in calls:
         require_room(subject, subject.report(phase, batch, seq), seq)
-    filled = replace(subject, shape=subject.shape.filled())
+    whole = subject.num_layers
+    shape = subject.shape if whole is None else subject.shape.with_layers(whole)
+    filled = replace(subject, shape=shape.filled(), num_layers=None)
     return [filled.measured(*call) for call in calls]
 
 

@@ -14,7 +14,7 @@ import jax
 from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis
-from pbjax.choices import Choice
+from pbjax.choices import Choice, device_room
 from pbjax.compilation import (
     CompiledProgram,
     PackedWeights,
@@ -26,7 +26,6 @@ from pbjax.compilation import (
     overlapped_share,
     verify,
 )
-from pbjax.device import Device
 from pbjax.errors import MemoryBudgetError
 from pbjax.execution import overlap_options
 from pbjax.measured_programs import MeasuredProgram, joined, milliseconds
@@ -208,12 +207,6 @@ def _unrolls(steps: int) -> tuple[int, ...]:
     if not overlap_options():
         return ()
     return tuple(each for each in dict.fromkeys((2, steps)) if 1 < each <= min(steps, MAX_UNROLL))
-
-
-def device_room(device: Device) -> int:
-    """Bytes that programs may use: of the device, or what JAX was given of it."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return min(device.memory_bytes, stats.get("bytes_limit", device.memory_bytes))
 
 
 def _fitting(

@@ -43,6 +43,7 @@ class Device:
       weight_bytes_per_s: Bandwidth of a product that waits for its operands; None for that of the
         memory.
       launch_s: What each kernel takes beside its work; 0 in a datasheet.
+      pallas_launch_s: The same of a kernel of `pallas_kernels`; None for that of any kernel.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Device:
     functions_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     weight_bytes_per_s: float | None = None
     launch_s: float = 0.0
+    pallas_launch_s: float | None = None
 
     def __post_init__(self):
         """Refuses figures that no device has.
@@ -99,7 +101,7 @@ class Device:
         return self.contraction_flops_per_s(dtype) / self.memory_bytes_per_s
 
 
-_OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s")
+_OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s", "pallas_launch_s")
 _FIGURES = (
     *("cuda_flops_per_s", "memory_bytes_per_s", "num_sms", "memory_bytes", "launch_s"),
     *_OPTIONAL,
@@ -127,8 +129,7 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
             f"find_device(kind): a {type(kind).__name__}; a text such as 'NVIDIA H200' is allowed; "
             "pass what jax.devices()[0].device_kind says"
         )
-    found = [device for device in _DEVICES if kind in (device.kind, device.slug)]
-    found = found or [device for device in _DEVICES if _has_words(device.slug, kind)]
+    found = matching_devices(kind)
     if len(found) != 1:
         known = ", ".join(repr(device.kind) for device in found or _DEVICES)
         raise DeviceError(
@@ -171,6 +172,12 @@ def check_sm_budgets(asked: str, budgets: Mapping[str, int], device_kind: str) -
 def devices() -> tuple[Device, ...]:
     """All devices whose figures are known; a CPU as one core."""
     return _DEVICES
+
+
+def matching_devices(words: str) -> tuple[Device, ...]:
+    """The devices that a kind, a slug or words of one may mean: none, one, or several."""
+    exact = tuple(device for device in _DEVICES if words in (device.kind, device.slug))
+    return exact or tuple(device for device in _DEVICES if _has_words(device.slug, words))
 
 
 def _has_words(slug: str, kind: str) -> bool:

@@ -4,6 +4,11 @@ A message has one form: what was asked, what was found, what is allowed, what to
 line.
 """
 
+import os
+import warnings
+
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+
 
 class PbjaxError(Exception):
     """Base of every error that pbjax raises on purpose."""
@@ -11,6 +16,15 @@ class PbjaxError(Exception):
 
 class PbjaxWarning(UserWarning):
     """Something changed a result or a cost."""
+
+
+def warn(text: str) -> None:
+    """Warns of the line that called pbjax, however deep in it this is.
+
+    Args:
+      text: What was found, what becomes of it, what to do.
+    """
+    warnings.warn(text, PbjaxWarning, skip_file_prefixes=(_PACKAGE,))
 
 
 class InputError(PbjaxError, ValueError):

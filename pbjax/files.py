@@ -65,6 +65,25 @@ def check_writable(option: str, path: Path | None, *, folder: bool = False) -> N
         )
 
 
+def check_named(text: str) -> None:
+    """Refuses what a command line was given for a path, and nobody means as one.
+
+    pathlib takes the empty text for the current folder, and "-" for a file of that name.
+
+    Raises:
+      InputError: It is empty, or "-".
+    """
+    if not text:
+        raise InputError(
+            "it is empty; a name or a path is allowed; give one (. is the current folder)"
+        )
+    if text == "-":
+        raise InputError(
+            "- is neither standard input nor output here; a name or a path is allowed; give "
+            "/dev/stdin or /dev/stdout, or ./- for a file that is called so"
+        )
+
+
 def _tried(scratch: Path) -> str:
     """Why a file cannot be written; empty if it can. Nothing is left behind."""
     made = [place for place in scratch.parents if not os.path.exists(place)]

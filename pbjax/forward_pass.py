@@ -49,12 +49,18 @@ class ForwardPass:
         """The given length or the usual one."""
         return self.seq_len or _LENGTHS.get(self.model, _USUAL_LENGTH)
 
-    def command(self, device: Device) -> str:
-        """What to run on a device to measure its table."""
+    def command(self, device: Device, out: str | Path | None = None) -> str:
+        """What to run on a device to measure its table.
+
+        Args:
+          device: The device.
+          out: The table; of the model's name in the current folder if None.
+        """
         text = f"pbjax profile --device {device.slug} --model {self.model}"
         text += f" --batch {self.batch_size}"
         text += "" if self.length is None else f" --seq {self.length}"
-        return text if self.dtype == "bfloat16" else f"{text} --dtype {self.dtype}"
+        text += "" if self.dtype == "bfloat16" else f" --dtype {self.dtype}"
+        return f"{text} --out {out or f'{self.name}.json'}"
 
     def in_shapes(self, device: Device) -> Analysis:
         """Takes the whole model apart as for a device that need not be there."""

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.arguments import whole
-from pbjax.choices import Choice, forced, given_split, planned, searched
+from pbjax.choices import Choice, device_room, forced, given_split, planned, searched
 from pbjax.classify import class_shares
 from pbjax.compilation import PackedWeights
 from pbjax.contest import Contest, run_contest, verify_fusion
@@ -236,11 +236,12 @@ def _choices(
     wanted = None if split is None else given_split(split, sizes[-1])
     if sizes[-1] == 1:
         return {1: Choice(batch_size=1, reason="a batch of one row cannot be split")}
+    room = device_room(analysis.device)
     measurements = measured_table(analysis, leaves, profile, phases)
     if wanted is not None:
-        return {sizes[-1]: forced(analysis, measurements, wanted)}
+        return {sizes[-1]: forced(analysis, measurements, wanted, room)}
     with phases.phase("search"):
-        return {size: searched(measurements, size) for size in sizes}
+        return {size: searched(measurements, size, room) for size in sizes}
 
 
 def _first_rows(leaves: Sequence[Array], axes: Sequence[int | None], size: int) -> list[Array]:

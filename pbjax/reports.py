@@ -184,6 +184,8 @@ def search_section(report: Report) -> str:
     title = (
         f"search: {result.evaluations:,} evaluations in {result.seconds:.3f} s ({result.policy})"
     )
+    if result.dropped:
+        title += f"; {result.dropped:,} dropped for memory"
     columns = ("", "split", "staggers", "ms", "items/s", "balance", "bubbles")
     legend = (
         "balance: shortest over longest sub-batch; bubbles: share of the time in which the busiest "

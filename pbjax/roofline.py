@@ -26,8 +26,9 @@ from pbjax.functional import Model, functional
 from pbjax.repetition import Repetition, find_repetition
 from pbjax.roofline_measure import Place, Staged, measure_stages
 from pbjax.roofline_names import Namer, leaf_names
-from pbjax.roofline_points import Kind, Memory, Point, Roofline, Traffic, merged
-from pbjax.roofline_times import attention_slowdown, bandwidth, product_s
+from pbjax.roofline_points import Kind, Memory, Point, Traffic, merged
+from pbjax.roofline_reports import Roofline
+from pbjax.roofline_times import attention_slowdown, bandwidth, launches_s, product_s
 from pbjax.roofline_traffic import (
     CONTRACTIONS,
     Holds,
@@ -328,11 +329,11 @@ class _Counter:
                 compute_s *= attention_slowdown(operation, self._device)
             memory_s = traffic.total / bandwidth(self._device, kind)
             tiled_s = repeats * len(places) * product_s(operation, self._device)
-            idle_s = max(0.0, tiled_s - max(compute_s, memory_s))
             # What attention was measured at has its softmax in it.
             inside = moved.regions[section.start + i] is not None and self._fuse
             measured = inside and bool(self._device.attention_flops_per_s)
             launches = repeats * sum(moved.launches[place] for place in places)
+            launch_s = launches * launches_s(operation, self._device) if launches else 0.0
             point = Point(
                 stage=namer.stages[i],
                 name=namer.groups[i],
@@ -345,7 +346,8 @@ class _Counter:
                 tensor_s=compute_s if tensor else 0.0,
                 cuda_s=0.0 if tensor or measured else compute_s,
                 memory_s=memory_s,
-                launch_s=launches * self._device.launch_s + idle_s,
+                # The time by tiles was measured with the launch in it.
+                launch_s=max(launch_s, tiled_s - max(compute_s, memory_s)),
             )
             self.points.append(point)
 

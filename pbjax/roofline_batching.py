@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from pbjax.errors import InputError, MemoryBudgetError
-from pbjax.roofline_points import Memory, Point, Roofline, Total, Traffic
+from pbjax.roofline_points import Memory, Point, Total, Traffic
+from pbjax.roofline_reports import Roofline
 
 # Phase, rows of the batch, tokens of a row.
 type ReportAt = Callable[[str, int, int], Roofline]

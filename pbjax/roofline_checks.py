@@ -9,8 +9,9 @@ from pbjax.errors import InputError
 from pbjax.files import STRICT, read_json, write_json
 from pbjax.profile_rows import Provenance
 from pbjax.roofline_batching import SizePoint, size_point
-from pbjax.roofline_points import Measured, Roofline, Total
-from pbjax.roofline_text import table_text, wrapped
+from pbjax.roofline_points import Measured, Total
+from pbjax.roofline_reports import Roofline
+from pbjax.text_tables import table_text, wrapped
 
 REMEDY = (
     "measured stages of schema_version 1 are allowed; measure again by `pbjax roofline --measure "

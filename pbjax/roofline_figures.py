@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
 from pbjax.roofline_checks import stage_checks
-from pbjax.roofline_points import Roofline, Total
+from pbjax.roofline_points import Total
+from pbjax.roofline_reports import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

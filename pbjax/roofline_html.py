@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pbjax.roofline_points import Roofline, Total
+from pbjax.roofline_points import Total
+from pbjax.roofline_reports import Roofline
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; max-width: 68rem;

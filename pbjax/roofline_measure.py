@@ -3,7 +3,8 @@
 Each operation is run inside a scope that names its stage; the compiler keeps scopes with its
 instructions, and the trace says which instruction each kernel belongs to. So the program runs as it
 is, fused across stages where the compiler likes; a fused kernel belongs to the stage of its matrix
-product, or else of its result, or else of most of what is in it.
+product, or else of its result, or else of most of what is in it. A product whose scope the compiler
+has dropped, as where it splits the sum over K, belongs to whatever reads its weights.
 """
 
 import glob
@@ -39,11 +40,14 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
 # Instructions whose time is that of others inside them.
 _OUTER = ("while", "call", "conditional")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+.*? ([\w\-]+)\(")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+.*? ([\w\-]+)\(([^)]*)\)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_ARGUMENT = re.compile(r'op_name="([^"]*)"')
 _SCOPE = re.compile(r'op_name="[^"]*?' + MARK + r"(\d+)")
 _BODY = re.compile(r"\bcalls=%?([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{\s*$")
 _PRODUCTS = ("dot", "convolution", "custom-call")
+_VIEWS = ("bitcast", "get-tuple-element")
 
 
 # Stage, group of operations in it, and what the group is.
@@ -127,7 +131,11 @@ def measure_stages(
             _trace(partial(call, apart), changed, calls, folder)
             trace = _read(folder)
     events = _events(trace, calls)
-    owners = instruction_stages(apart.as_text() or "")
+    readers = _readers(staged, {n: f"kept[{i}]" for i, n in enumerate(kept_numbers)})
+    numbers = {place: index for index, place in enumerate(places)}
+    owners = instruction_stages(
+        apart.as_text() or "", {name: numbers[place] for name, place in readers.items()}
+    )
     found = _seconds_by_place(events, owners, calls)
     stages: dict[str, float] = {}
     kinds: dict[str, float] = {}
@@ -177,6 +185,17 @@ def _run_loop(
 
 def _value(atom: Atom, env: Mapping[int, Array]) -> Array:
     return jax.numpy.asarray(atom.val) if isinstance(atom, Literal) else env[atom]
+
+
+def _readers(staged: Staged, names: Mapping[int, str]) -> dict[str, Place]:
+    """Places that read a leaf which no other does, by the leaf's name."""
+    found: dict[str, set[Place | None]] = {}
+    for operation, place in zip(staged.graph.operations, staged.stages, strict=True):
+        for atom in operation.inputs:
+            if isinstance(atom, int) and atom in names:
+                found.setdefault(names[atom], set()).add(place)
+    single = {name: next(iter(places)) for name, places in found.items() if len(places) == 1}
+    return {name: place for name, place in single.items() if place is not None}
 
 
 def _wall_seconds(call: _Call, changed: _Arrays) -> tuple[float, _Arrays]:
@@ -252,30 +271,48 @@ def _seconds_by_place(
     return found
 
 
-def instruction_stages(text: str) -> dict[str, int]:
+def instruction_stages(text: str, arguments: Mapping[str, int] | None = None) -> dict[str, int]:
     """Number of the stage of each instruction of a compiled program.
 
     Args:
       text: The program as XLA prints it, with the scopes of `MARK`.
+      arguments: Number of the only stage that reads an argument, by its name in the program.
     """
+    arguments = arguments or {}
     own: dict[str, int] = {}
     bodies: dict[str, str] = {}
     products: dict[str, int] = {}
+    nameless: set[str] = set()
     inside: dict[str, Counter[int]] = {}
+    reading: dict[str, int] = {}  # An argument, or a view of one.
+    following: dict[str, int] = {}  # What has no scope, and is made of such.
     computation = ""
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computation = head.group(1)
         elif instruction := _INSTRUCTION.match(line):
-            name, kind = instruction.groups()
+            name, kind, operands = instruction.groups()
             if scope := _SCOPE.search(line):
                 own[name] = int(scope.group(1))
                 inside.setdefault(computation, Counter())[own[name]] += 1
-                if kind in _PRODUCTS:
-                    products[computation] = own[name]
+            if kind in _PRODUCTS and name in own:
+                products[computation] = own[name]
+            elif kind in _PRODUCTS:
+                nameless.add(computation)
             if body := _BODY.search(line):
                 bodies[name] = body.group(1)
+            before = _NAME.findall(operands)
+            weights = [reading[n] for n in before if n in reading]
+            origins = weights or [following[n] for n in before if n in following]
+            argument = _ARGUMENT.search(line) if kind == "parameter" else None
+            if argument and argument.group(1) in arguments:
+                reading[name] = arguments[argument.group(1)]
+            elif kind in _VIEWS and weights:
+                reading[name] = weights[0]
+            elif name not in own and origins:
+                following[name] = origins[0]
     most = {name: count.most_common(1)[0][0] for name, count in inside.items()}
     guessed = {name: most[body] for name, body in bodies.items() if body in most}
     fused = {name: products[body] for name, body in bodies.items() if body in products}
-    return guessed | own | fused
+    lost = {n: following[n] for n, body in bodies.items() if body in nameless and n in following}
+    return following | guessed | lost | own | fused

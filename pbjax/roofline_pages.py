@@ -11,7 +11,7 @@ from pbjax.files import write_atomically
 from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
 from pbjax.roofline_figures import png, roofline_figure, shares_figure, svg
 from pbjax.roofline_html import Section, csv_text, page, points_csv
-from pbjax.roofline_points import Roofline
+from pbjax.roofline_reports import Roofline
 from pbjax.study_figures import front_figure, study_figure
 
 if TYPE_CHECKING:

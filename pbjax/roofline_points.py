@@ -1,8 +1,9 @@
-"""The roofline of a program as plain data: points, their stages, totals, memory.
+"""What a roofline is made of, as plain data: points, totals, memory, what was measured.
 
 A point is a group of operations of one stage, over all repetitions of the layer it belongs to. What
 it takes is the longest of three: tensor cores, other arithmetic, memory; the longest names its
-class. Points are made from a traced model in `roofline`; nothing here knows of one.
+class. Points are made from a traced model in `roofline`, and reports of them in `roofline_reports`;
+nothing here knows of a model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from pbjax.arguments import check_figures
-from pbjax.device import Device, ResourceClass
+from pbjax.device import ResourceClass
 
 # What a group of operations is: a contraction with weights; attention, whose operands all depend on
 # the input; anything else.
@@ -234,113 +235,6 @@ class Measured:
     def device_s(self) -> float:
         """Device seconds of a call: of all its kernels."""
         return sum(self.stages.values()) + self.other_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """What a call of a model costs on a device, predicted from its traced operations.
-
-    Attributes:
-      model: Name of the model.
-      phase: "prefill", "decode" or "forward".
-      device: Whose peaks the seconds are for.
-      points: Groups of operations in program order.
-      memory: What it needs of the device's memory.
-      attention: "fused" if scores never reach memory, else "unfused".
-      items: Rows of the batch; 0 if not known.
-      tokens: Tokens that a call takes in; 0 if not known.
-      cached: Tokens that a row's cache holds with the new ones; 0 without one, or if not known.
-      unknown: Primitives whose cost is not known: they count by their bytes.
-      exact: False if a loop's length or a branch is decided only when it runs.
-      measured: What it was measured to take; None if it was not.
-    """
-
-    model: str
-    phase: str
-    device: Device
-    points: tuple[Point, ...]
-    memory: Memory
-    attention: Literal["fused", "unfused"]
-    items: int = 0
-    tokens: int = 0
-    cached: int = 0
-    unknown: tuple[str, ...] = field(default=())
-    exact: bool = True
-    measured: Measured | None = None
-
-    @property
-    def total(self) -> Total:
-        """The whole call."""
-        return Total(name="total", points=self.points)
-
-    @property
-    def stages(self) -> tuple[Total, ...]:
-        """Each stage, in program order."""
-        return grouped(self.points, "stage")
-
-    @property
-    def kinds(self) -> tuple[Total, ...]:
-        """Dense layers, attention and the rest."""
-        return grouped(self.points, "kind")
-
-    def measured_s(self, point: Point) -> float | None:
-        """Device seconds of a group; None if it was not measured."""
-        groups = self.measured.groups if self.measured else {}
-        return groups.get(f"{point.stage}/{point.name}")
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which most contractions are done."""
-        flops: dict[str, float] = {}
-        for point in self.points:
-            if point.dtype:
-                flops[point.dtype] = flops.get(point.dtype, 0.0) + point.flops
-        return max(flops, key=lambda dtype: flops[dtype]) if flops else "float32"
-
-    @property
-    def ridge_point(self) -> float:
-        """FLOP/byte above which the device's tensor cores bound a contraction in that dtype."""
-        return self.device.ridge_point(self.dtype)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has the memory."""
-        return self.memory.peak_bytes <= self.device.memory_bytes
-
-    def to_dict(self) -> dict[str, object]:
-        """The whole report as JSON-compatible data."""
-        device = self.device
-        return {
-            "model": self.model,
-            "phase": self.phase,
-            "items": self.items,
-            "tokens": self.tokens,
-            "cached": self.cached,
-            "attention": self.attention,
-            "device": {
-                "kind": device.kind,
-                "source": device.source,
-                "dtype": self.dtype,
-                "peak_flops_per_s": device.contraction_flops_per_s(self.dtype),
-                "peak_vector_flops_per_s": device.cuda_flops_per_s,
-                "peak_bytes_per_s": device.memory_bytes_per_s,
-                "memory_bytes": device.memory_bytes,
-                "ridge_point_flop_per_byte": self.ridge_point,
-            },
-            "total": self.total.row(),
-            "stages": [stage.row() for stage in self.stages],
-            "groups": [
-                {"stage": point.stage, "kind": point.kind, "dtype": point.dtype}
-                | Total(name=point.name, points=(point,)).row()
-                | {"measured_s": self.measured_s(point)}
-                for point in self.points
-            ],
-            "memory": {**asdict(self.memory), "peak_bytes": self.memory.peak_bytes},
-            "fits": self.fits,
-            "unknown_primitives": list(self.unknown),
-            "exact": self.exact,
-            "measured": asdict(self.measured) if self.measured else None,
-        }
 
 
 def grouped(points: Iterable[Point], key: Literal["stage", "kind"]) -> tuple[Total, ...]:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from pbjax.roofline_batching import PLATEAU, Choice, PhaseStudy, SizePoint
-from pbjax.roofline_points import Roofline
-from pbjax.roofline_text import size, table_text, wrapped
+from pbjax.roofline_reports import Roofline
 from pbjax.roofline_whatif import Speculation, Variant
+from pbjax.text_tables import size, table_text, wrapped
 
 _CURVE = (
     *("ms", "tokens/s", "dense FLOP/B", "TFLOP/s", "attention FLOP/B", "TFLOP/s", "memory"),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
+from pallas_kernels.decode_attention.splits import choose_splits
 from pallas_kernels.gemm import tiles
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
@@ -20,6 +21,8 @@ from pbjax.trace import Operation
 TILE = 128
 # A product of this size fills any device.
 LARGE = 8192
+# Kernels that join the parts of split caches: weights of the parts, their sum, its layout.
+JOINING = 3
 _PRODUCTS = ("gemm", "gated_gemm")
 _ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
 
@@ -54,9 +57,9 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
 def product_s(operation: Operation, device: Device) -> float:
     """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
 
-    Few rows make few tiles, which leave most of the device idle however fast each of them is; the
-    fewest are left to XLA. The table that chooses tiles has rates of short runs; where the device
-    sustains less, all take longer.
+    Few rows make few tiles, which leave most of the device idle however fast each of them is; where
+    that costs much, the product is left to XLA. The table that chooses tiles has rates of short
+    runs; where the device sustains less, all take longer.
 
     Args:
       operation: Any operation.
@@ -71,10 +74,44 @@ def product_s(operation: Operation, device: Device) -> float:
     gated = operation.params["name"] == "gated_gemm"
     heavy = gated or any(given[name] is not None for name in ("residual", "activation"))
     sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
-    if sizes[0] <= tiles.FEW_ROWS:
+    if _is_for_library(*sizes, gated, device.num_sms):
         return 0.0
     slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(x.dtype))
     return slower * _tiled_s(*sizes, gated, heavy, device.num_sms)
+
+
+def launches_s(operation: Operation, device: Device) -> float:
+    """What the launches of an operation take that is a kernel, or ends one.
+
+    Where a product is left to XLA, what follows it is a kernel of its own. XLA also joins the parts
+    where decode attention splits each cache.
+    """
+    if operation.primitive != KERNEL:
+        return device.launch_s
+    name, ours = operation.params["name"], device.pallas_launch_s or device.launch_s
+    given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
+    if name in _PRODUCTS:
+        sizes = math.prod(given["x"].shape[:-1]), given["w"].shape[1], given["w"].shape[0]
+        if _is_for_library(*sizes, name == "gated_gemm", device.num_sms):
+            return _library_kernels(name, given) * device.launch_s
+    if name != "decode_attention":
+        return ours
+    cache, pages = given["k"].shape, given["page_table"]
+    num_keys = cache[1] if pages is None else pages.shape[1] * cache[1]
+    splits = choose_splits(given["q"].shape[0] * cache[2], num_keys, device.num_sms)
+    return ours + (JOINING * device.launch_s if splits > 1 else 0.0)
+
+
+def _library_kernels(name: str, given: Mapping) -> int:
+    """Kernels that XLA makes of a product of ours: one a product, one of what follows."""
+    if name == "gated_gemm":
+        return 3
+    return 1 + any(given[term] is not None for term in ("bias", "activation", "residual"))
+
+
+@cache
+def _is_for_library(m: int, n: int, k: int, gated: bool, num_sms: int) -> bool:
+    return tiles.is_for_library((m,), n, k, gated=gated, num_sms=num_sms)
 
 
 def _large_rate(num_sms: int) -> float:

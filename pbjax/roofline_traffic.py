@@ -234,9 +234,17 @@ class _Charges:
         self.traffic = [Traffic(**amounts.parts) for amounts in self._amounts]
 
     def launches(self) -> tuple[bool, ...]:
-        """Whether a unit that moves anything ends at each operation."""
+        """Whether each operation is the last of a unit that writes, or writes in place by itself.
+
+        A compiler puts what makes the entries into the kernel that writes them, but nothing else.
+        """
         moving = {u for u, moved in zip(self._units, self.traffic, strict=True) if moved.total}
-        return tuple(u in moving and self._ends[u] == i for i, u in enumerate(self._units))
+        positions = (self._values.producers[value] for value in self._stored)
+        last = {self._units[i]: i for i in sorted(i for i in positions if i is not None)}
+        return tuple(
+            o.primitive in UPDATES or (u in moving and last.get(u) == i)
+            for i, (o, u) in enumerate(zip(self._graph.operations, self._units, strict=True))
+        )
 
     def temporary_bytes(self) -> int:
         """The most that is alive at once of what operations have written."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pbjax.errors import InputError
-from pbjax.roofline_points import Point, Roofline, Traffic
+from pbjax.roofline_points import Point, Traffic
+from pbjax.roofline_reports import Roofline
 
 type Number = int | float
 

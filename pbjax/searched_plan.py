@@ -10,7 +10,8 @@ from pbjax.analysis import Analysis
 from pbjax.outline import Outline
 from pbjax.plan import Plan, Seconds
 from pbjax.profile_table import Profile
-from pbjax.search import Candidate, SearchResult
+from pbjax.schedule import Split
+from pbjax.search import Candidate, SearchResult, best_staggers
 from pbjax.throughput import Evaluator
 
 # As when whole programs are timed: what a split gains must be more than twice the spread.
@@ -29,13 +30,16 @@ def plan_of(analysis: Analysis, outline: Outline, profile: Profile, found: Searc
     Returns:
       The plan, with the best split beside the unsplit program whichever is kept.
     """
-    whole, split = found.by_count[1], best_split(found)
+    batch_size, split = found.best.split.batch_size, best_split(found)
+    fits = 1 in found.by_count
+    whole = found.by_count.get(1) or best_staggers(outline, profile, Split(sizes=(batch_size,)))
     shown = split or whole
     noise_s = NOISE_FACTOR * table_spread(outline, profile, found)
-    pays = split is not None and (
+    gains = split is not None and (
         whole.prediction.makespan_s - split.prediction.makespan_s > noise_s
     )
     sequential_s = sequential_seconds(outline, profile, split)
+    why = reason(whole, split, sequential_s, noise_s)
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
@@ -47,8 +51,8 @@ def plan_of(analysis: Analysis, outline: Outline, profile: Profile, found: Searc
         sm_budgets=dict(shown.sm_budgets),
         unroll=1,
         compiler_options={},
-        decision="split" if pays else "unsplit",
-        reason=reason(whole, split, sequential_s, noise_s),
+        decision="split" if gains or not fits else "unsplit",
+        reason=why if fits else f"the unsplit batch does not fit the device; {why}",
         digest=found.digest,
         predicted=Seconds(
             unsplit=whole.prediction.makespan_s,
@@ -82,7 +86,7 @@ def table_spread(outline: Outline, profile: Profile, found: SearchResult) -> flo
     The quartile distances of the rows nearest to the batch, added up: stages were measured one
     after the other, so that what disturbed one need not have disturbed the next.
     """
-    batch_size = found.by_count[1].split.batch_size
+    batch_size = found.best.split.batch_size
     chain = (outline.prologue, *outline.block, outline.epilogue)
     repeats = (1, *[outline.num_blocks] * len(outline.block), 1)
     total = 0.0

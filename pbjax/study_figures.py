@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pbjax.roofline_batching import Choice, PhaseStudy, SizePoint
 from pbjax.roofline_figures import PHASE_STYLES, empty_figure, plain_numbers
-from pbjax.roofline_points import Roofline
+from pbjax.roofline_reports import Roofline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

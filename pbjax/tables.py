@@ -14,7 +14,7 @@ from pallas_kernels.relaunch import can_relaunch
 from pbjax.analysis import PROBE_SIZE, Analysis
 from pbjax.classify import relabel
 from pbjax.device import Device
-from pbjax.errors import DeviceError, InputError
+from pbjax.errors import DeviceError, InputError, warn
 from pbjax.files import check_writable
 from pbjax.outline import Outline
 from pbjax.phases import Phases
@@ -211,7 +211,10 @@ def _check(analysis: Analysis, known: Profile, path: Path | None) -> str:
             "measured now, and the two do not mix; name another file, which is written then, or "
             "delete this one"
         )
-    return usable_rows(known, kind, jax.__version__).warning or ""
+    warning = usable_rows(known, kind, jax.__version__).warning
+    if warning:
+        warn(warning)
+    return warning or ""
 
 
 def relabelled(outline: Outline, profile: Profile, batch_size: int, device: Device) -> Outline:

@@ -30,6 +30,8 @@ from pbjax.timing import time_alternately, traced_kernels
 SAMPLES, TRACED_CALLS = 5, 3
 # As the unsplit models run fastest: docs/models_speed.md.
 PLAIN_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+# Without a GPU only whether it runs is asked: most of a try was LLVM making fast code.
+CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # A product and the attention that its launch carries, of a decode step of LLaMA3-8B at 1,024
 # sequences of 512 tokens in halves: gate and up beside 272 sequences.
 PAIR_ROWS, PAIR_SEQUENCES, PAIR_CONTEXT = 512, 272, 512
@@ -247,7 +249,7 @@ def split_program(analysis: Analysis, layout: WeightLayout, variant: Variant) ->
 
 def _options(*, overlap: bool) -> dict:
     if jax.default_backend() != "gpu":
-        return {}
+        return CPU_OPTIONS
     return PLAIN_OPTIONS | (overlap_options() if overlap else {})
 
 

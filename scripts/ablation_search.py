@@ -8,7 +8,8 @@ import platform
 import random
 import statistics
 
-from bench_search import SHAPES, program, table
+from bench_search import program, table
+from random_tables import SHAPES
 
 from pbjax.candidates import SearchOptions
 from pbjax.memory import predicted_bytes

@@ -8,11 +8,12 @@ process. Prints one table, writes it as JSON, and draws one figure.
     python scripts/bench_ablation.py --sweep --out ...      # at least 30 splits of each model too
     python scripts/bench_ablation.py --search FILE.json     # adds the search; needs no GPU
     python scripts/bench_ablation.py --figure FILE.json     # draws it
-    python scripts/bench_ablation.py --tiny                 # a try without a GPU
+    python scripts/bench_ablation.py --tiny                 # a try without a GPU, half a minute
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -53,7 +54,9 @@ def main() -> None:
         return
     start = time.time()
     rows = []
-    for group, result in pool.run(prepare, measure, groups(args), args.workers, quiet=True):
+    # More processes only wait for a core, once each has imported jax.
+    workers = min(args.workers, os.cpu_count() or 1) if args.tiny else args.workers
+    for group, result in pool.run(prepare, measure, groups(args), workers, quiet=True):
         failed = isinstance(result, str)
         rows += [{"model": group.model, "error": result}] if failed else result
         print(f"{time.time() - start:5.0f} s  {group.model}: {len(rows)} rows", flush=True)
@@ -78,11 +81,13 @@ def groups(args: argparse.Namespace) -> list[Group]:
         # A trace costs seconds in each process: of two groups.
         parts = [(variants, i < 2) for i, variants in enumerate(ablation(batch))]
         parts += [(variants, False) for variants in sweep(batch)] if args.sweep else []
+        if args.tiny:  # analysed, and compiled unsplit, once
+            parts = [([variant for variants, _ in parts for variant in variants], False)]
         found += [
             Group(
                 model=model,
                 variants=tuple(variants),
-                traced=traced and not args.tiny,
+                traced=traced,
                 tiny=args.tiny,
                 deadline=deadline,
             )

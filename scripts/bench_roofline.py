@@ -170,12 +170,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12, help="that compile side by side")
     parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
     parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
-    parser.add_argument("--only", nargs="*", help="models of these names")
+    parser.add_argument("--only", nargs="*", help="models, or such as 'llama3-8b decode'")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     args = parser.parse_args()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     start = time.time()
-    cases = [c for c in (TINY if args.tiny else CASES) if not args.only or c[0] in args.only]
+    cases = [
+        case
+        for case in (TINY if args.tiny else CASES)
+        if not args.only or {case[0], f"{case[0]} {case[2]}"} & set(args.only)
+    ]
     context = multiprocessing.get_context("spawn")
     results, total = context.Queue(), len(cases) + (not args.no_ceilings)
     first = context.Event()

@@ -12,15 +12,17 @@ import os
 import platform
 import random
 import statistics
-from hashlib import sha256
+
+from random_tables import SHAPES, random_rows, stage
 
 from pbjax.candidates import SearchOptions
 from pbjax.device import ResourceClass
 from pbjax.memory import predicted_bytes
-from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, StageInfo, grid
+from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, grid
 from pbjax.search import search
 
-SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
+# Rows that a kernel takes at once.
+TILES = (64, 128, 256)
 # SMs of stages of the classes TENSOR, CUDA and MEMORY, on a device of 132.
 BUDGETS = ((72, 20, 40), (84, 8, 32), (60, 12, 60))
 # Of what the unsplit batch needs: no limit; all fits; splits without staggers; such in thirds.
@@ -85,20 +87,6 @@ def figures_of(results):
 def program(num_stages, num_blocks):
     """A program whose stages take turns in class, and hold the more memory the later they are."""
     classes = list(ResourceClass)
-
-    def stage(name, resource, held=0.0):
-        return StageInfo(
-            name=name,
-            fingerprint=sha256(name.encode()).hexdigest()[:12],
-            resource=resource,
-            dtype="bfloat16",
-            shape=(128, 768),
-            flops_per_row=0.0,
-            bytes_per_row=0.0,
-            weight_bytes=0,
-            held_bytes_per_row=held,
-        )
-
     return Outline(
         prologue=stage("prologue", ResourceClass.MEMORY),
         block=tuple(stage(f"stage_{i}", classes[i % 3], 1e6 * (1 + i)) for i in range(num_stages)),
@@ -113,11 +101,7 @@ def table(chance, outline, batch_size, shape, budgets=()):
     Within budgets a stage takes up to a fifth longer; it was measured so at three sizes.
     """
     sizes = grid(batch_size)
-    rows = [
-        Row.of(stage, size, seconds)
-        for stage in outline.stages
-        for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
-    ]
+    rows = random_rows(chance, outline, shape, sizes, TILES)
     measured = sizes[-4:-1]
     alone = {(r.stage, r.batch_size): r.median_s for r in rows}
     shares = [dict(zip(ResourceClass, sms, strict=True)) for sms in budgets]
@@ -161,20 +145,6 @@ def table(chance, outline, batch_size, shape, budgets=()):
         command="scripts/bench_search.py",
     )
     return Profile(provenance=provenance, rows=tuple(rows), corun=tuple(pairs))
-
-
-def curve(chance, shape, sizes):
-    """Random seconds over the batch size, of one kind of shape."""
-    base, slope = chance.uniform(0, 3), chance.uniform(0.01, 0.2)
-    tile, edge = chance.choice((64, 128, 256)), chance.choice(sizes)
-    shapes = {
-        "rising": lambda b: base + slope * b,
-        "ragged": lambda b: chance.uniform(0.2, 1) * (base + slope * b),
-        "plateau": lambda b: base + slope * tile * -(-b // tile),
-        "cliff": lambda b: (base + slope * b) * (1 if b <= edge else 1.6),
-        "straight": lambda b: slope * b,
-    }
-    return [shapes[shape](size) * 1e-4 for size in sizes]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", default=MODULES)
     parser.add_argument("--pattern", default="", help="only cases whose name holds this")
     parser.add_argument("--repeats", type=int, default=3, help="runs of a case, 1 or more")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=8,
+        help="processes; each may keep up to some 9 GB of the device's memory",
+    )
     parser.add_argument("--together", action="store_true", help="workers share the GPU in time")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     args = parser.parse_args()

@@ -15,15 +15,7 @@ import numpy as np
 import torch
 from model_rows import Row, get_row
 from peer_processes import PROVIDERS
-from peer_protocol import (
-    NUM_INPUTS,
-    Program,
-    Ready,
-    error_text,
-    finish,
-    report,
-    start_deadline,
-)
+from peer_protocol import NUM_INPUTS, Program, Ready, attempt, finish
 from torch_models import DEVICE, make_inputs, make_model, move, synchronize
 
 OUTPUT = "last_hidden_state"
@@ -36,8 +28,7 @@ def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         ready = []
-        try:
-            start_deadline(args.deadline)
+        with attempt("onnx", mode, args.deadline):
             make = tensorrt_call if mode == "tensorrt" else session_maker(PROVIDERS[mode])
             inputs = [arguments(make_inputs(row, i), dtype) for i in range(NUM_INPUTS)]
             path = export(row, dtype, inputs[0], Path(folder))
@@ -49,8 +40,6 @@ def run(args: argparse.Namespace) -> None:
             compile_s = round(time.perf_counter() - start, 1)
             name = str(dtype).removeprefix("torch.")
             ready.append(Ready(mode=mode, program=program, compile_s=compile_s, dtype=name))
-        except Exception as error:  # What is not there is reported, not hidden.
-            report("onnx", mode, error=error_text(error))
         finish("onnx", ready, row, args)
 
 

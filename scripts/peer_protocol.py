@@ -12,7 +12,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,22 @@ def wait_for_turn() -> None:
 def report(side: str, mode: str, **found: object) -> None:
     """Prints one line of JSON."""
     print(json.dumps({"side": side, "mode": mode, **found}), flush=True)
+
+
+@contextmanager
+def attempt(side: str, mode: str, deadline: float | None) -> Generator[None]:
+    """Makes a mode ready in time; one that fails is reported, not hidden, and ends alone.
+
+    Args:
+      side: In the line.
+      mode: In the line.
+      deadline: As in `start_deadline`.
+    """
+    try:
+        start_deadline(deadline)
+        yield
+    except Exception as error:
+        report(side, mode, error=error_text(error))
 
 
 def error_text(error: BaseException) -> str:

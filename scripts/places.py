@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from pbjax.errors import FileError
-from pbjax.files import check_writable
+from pbjax.errors import FileError, InputError
+from pbjax.files import check_named, check_writable
 
 
 def new_file(text: str) -> Path:
@@ -20,7 +20,8 @@ def new_folder(text: str) -> Path:
 def _checked(text: str, *, folder: bool) -> Path:
     path = Path(text)
     try:
+        check_named(text)
         check_writable("write", path, folder=folder)
-    except FileError as error:
+    except (FileError, InputError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return path

@@ -16,15 +16,7 @@ import numpy as np
 import torch
 import transformers
 from model_rows import Row, get_row, scale_of, seed_of
-from peer_protocol import (
-    NUM_INPUTS,
-    Program,
-    Ready,
-    error_text,
-    finish,
-    report,
-    start_deadline,
-)
+from peer_protocol import NUM_INPUTS, Program, Ready, attempt, finish
 
 # Where transformers 5 names the modules of ViT anew; its files keep the old names.
 FILE_NAMES = {
@@ -51,13 +43,10 @@ def run(args: argparse.Namespace) -> None:
         inputs = [make_inputs(row, index) for index in range(NUM_INPUTS)]
         ready = []
         for mode in args.modes:
-            try:
-                start_deadline(args.deadline)
+            with attempt("torch", mode, args.deadline):
                 call, compile_s = warm(model, inputs, mode)
                 program = program_of(call, inputs)
                 ready.append(Ready(mode=mode, program=program, compile_s=compile_s))
-            except Exception as error:  # A mode that fails is reported, not hidden.
-                report("torch", mode, error=error_text(error))
         finish("torch", ready, row, args)
 
 

@@ -1,29 +1,15 @@
 """Programs and measured tables, made up or drawn at random, for tests of the search."""
 
-from hashlib import sha256
 from itertools import combinations
 
 from pbjax.device import ResourceClass
-from pbjax.profiling import CorunRow, Outline, Profile, Row, StageInfo, grid
+from pbjax.profiling import CorunRow, Outline, Profile, Row, grid
+from scripts.random_tables import SHAPES, random_rows, stage
 
 from .fakes import provenance
 
 PROVENANCE = provenance()
-SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
-
-
-def stage(name, resource=ResourceClass.CUDA, held_bytes_per_row=0.0):
-    return StageInfo(
-        name=name,
-        fingerprint=sha256(name.encode()).hexdigest()[:12],
-        resource=resource,
-        dtype="float32",
-        shape=(4,),
-        flops_per_row=1.0,
-        bytes_per_row=1.0,
-        weight_bytes=0,
-        held_bytes_per_row=held_bytes_per_row,
-    )
+TILES = (8, 16, 32, 64)
 
 
 row = Row.of
@@ -43,30 +29,12 @@ def program(num_stages, num_blocks=3, has_ends=True):
     )
 
 
-def curve(chance, shape, sizes):
-    """Random seconds over the sizes, of one kind of shape."""
-    base, slope = chance.uniform(0, 3), chance.uniform(0.01, 0.2)
-    tile, edge = chance.choice((8, 16, 32, 64)), chance.choice(sizes)
-    shapes = {
-        "rising": lambda b: base + slope * b,
-        "ragged": lambda b: chance.uniform(0.2, 1) * (base + slope * b),
-        "plateau": lambda b: base + slope * tile * -(-b // tile),
-        "cliff": lambda b: (base + slope * b) * (1 if b <= edge else 1.6),
-        "straight": lambda b: slope * b,
-    }
-    return [shapes[shape](b) * 1e-4 for b in sizes]
-
-
 def random_table(chance, outline, batch_size, num_extra=0):
     """A table of random shape, in which a random part of the pairs saves a random part."""
     extra = chance.sample(range(3, batch_size), num_extra)
     sizes = sorted({*grid(batch_size), *extra})
     shape, share = chance.choice(SHAPES), chance.choice((0, 0.4, 1))
-    rows = [
-        row(each, size, seconds)
-        for each in outline.stages
-        for size, seconds in zip(sizes, curve(chance, shape, sizes), strict=True)
-    ]
+    rows = random_rows(chance, outline, shape, sizes, TILES)
     measured = sorted(chance.sample(sizes, min(3, len(sizes))))
     pairs = [
         corun(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))

@@ -41,6 +41,7 @@ def test_every_rate_is_measured_and_makes_a_device():
     device = found.applied_to(find_device("cpu", num_cores=2))
     assert device.memory_bytes_per_s == found.memory_bytes_per_s
     assert device.launch_s == found.launch_s < 1e-3
+    assert device.pallas_launch_s is found.pallas_launch_s is None  # No kernel of ours runs here.
 
 
 def test_a_rate_is_the_amount_over_the_seconds(monkeypatch):
@@ -50,6 +51,15 @@ def test_a_rate_is_the_amount_over_the_seconds(monkeypatch):
     assert found.memory_bytes_per_s == pytest.approx(2 * 4 * (1 << 16) / 0.5, rel=1e-3)
     assert found.weight_bytes_per_s == pytest.approx(2 * 64 * 256 / 0.5, rel=1e-3)
     assert found.launch_s == pytest.approx(0.5 / calibration.CHAIN, rel=1e-3)
+
+
+def test_a_launch_of_ours_is_a_norm_of_a_chain(monkeypatch):
+    monkeypatch.setattr(calibration, "_norms", lambda x, scale: x * scale[None])
+    monkeypatch.setattr(calibration, "_sustained", lambda program, args, seconds: 0.5)
+    found = calibrate("cpu", sizes=SMALL)
+    assert found.pallas_launch_s == pytest.approx(0.5 / calibration.CHAIN, rel=1e-3)
+    device = found.applied_to(find_device("cpu", num_cores=2))
+    assert device.pallas_launch_s == found.pallas_launch_s
 
 
 def test_a_dtype_that_nothing_multiplies_is_left_out(monkeypatch):

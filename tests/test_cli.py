@@ -1,5 +1,6 @@
 """The command line from end to end on a tiny encoder: text, JSON, exit codes, files."""
 
+import inspect
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import models
@@ -330,3 +332,43 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     line = check_error(embed(folder, sentences, f"--{option}", place), 2)
     assert f"--{option} {place}: " in line
     assert "can be written is allowed" in line
+
+
+def path_options():
+    """Every option of every command that is a path, as (command, option)."""
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        for each in get_command(app).commands[name].params:
+            hint = str(inspect.signature(command.callback).parameters[each.name].annotation)
+            if "pathlib" in hint and each.opts[0].startswith("--"):
+                yield name, each.opts[0]
+
+
+OPTIONS = list(path_options())
+
+
+def test_options_that_are_paths_are_found():
+    written = ("--save-plan", "--trace", "--figures", "--html")
+    assert {("optimize", option) for option in written} <= set(OPTIONS)
+    assert {("profile", "--out"), ("calibrate", "--out"), ("search", "--profile")} <= set(OPTIONS)
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "it is empty"), ("-", "- is neither standard")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *OPTIONS,
+        *((command,) for command in ("convert", "optimize", "embed", "roofline")),
+        *((command, "a model") for command in ("convert", "classify", "transcribe")),
+        *((command, "--model") for command in ("profile", "search")),
+        ("roofline", "gpt2", "--draft"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_text_and_a_dash_are_no_paths(arguments, text, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, text)
+    assert result.exit_code == 2
+    assert found in result.stderr
+    assert "is allowed; give" in " ".join(result.stderr.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())

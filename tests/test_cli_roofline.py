@@ -1,12 +1,18 @@
 """The command line of rooflines: what it prints, what it refuses, what it loads."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
+from pbjax.ceilings import calibrated
 from pbjax.cli import app
+from pbjax.cli_subject import find_subject
+from pbjax.device import find_device
 
 DATA = Path(__file__).parent / "data"
 
@@ -25,7 +31,8 @@ def test_prefill_and_decode_are_apart():
     text = printed(DATA / "gpt2", "--device", "nvidia-h200", "--batch", 2, "--seq", 12)
     assert "gpt2, prefill (batch 2, 24 tokens in), bfloat16, attention fused" in text
     assert "gpt2, decode (batch 2, 2 tokens in, 12 cached a row), bfloat16, attention fused" in text
-    assert "ridge point 179 FLOP/byte" in " ".join(text.split())
+    ridge = calibrated(find_device("NVIDIA H200")).ridge_point("bfloat16")
+    assert f"ridge point {ridge:.0f} FLOP/byte" in " ".join(text.split())
     assert "measured ceilings" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
@@ -33,6 +40,40 @@ def test_prefill_and_decode_are_apart():
 def test_one_layer_is_one_layer():
     text = printed("gpt2", "--device", "h200", "--layers", 1, "--phase", "decode", "--seq", 8)
     assert text.startswith("gpt2, 1 layer, decode (batch 1, 1 token in, 8 cached a row), bfloat16")
+
+
+@pytest.mark.timeout(60)
+def test_a_hundred_thousand_layers_are_not_traced_one_by_one():
+    asked = ("--device", "h200", "--phase", "decode", "--seq", 8, "--layers")
+    result = run("gpt2", *asked, 100_000, "--json")
+    (report,) = json.loads(result.stdout)["reports"]
+    assert {row["repeats"] for row in report["stages"]} == {1, 100_000}
+    assert "too little for any batch" in result.stderr
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "phase", "seq", "kernels"),
+    [
+        ("gpt2", "prefill", 8, False),
+        ("gpt2", "decode", 8, True),
+        ("bert-base", "forward", 16, True),
+        ("conformer-large", "forward", 4000, True),
+    ],
+)
+def test_a_deep_model_costs_what_it_does_traced_whole(model, phase, seq, kernels):
+    subject = find_subject(model, find_device("h200"), "bfloat16", "fused", layers=9)
+    subject = replace(subject, kernels=kernels)
+    whole = replace(subject, shape=subject.shape.with_layers(9), num_layers=None)
+    drawn, traced = (each.report(phase, 2, seq) for each in (subject, whole))
+    assert subject.shape.config.num_layers < 9
+    assert drawn.memory == traced.memory
+    for found, expected in zip(drawn.points, traced.points, strict=True):
+        figures, same = asdict(found), asdict(expected)
+        assert figures.pop("traffic") == pytest.approx(same.pop("traffic"))
+        words = ("stage", "name", "kind", "dtype")
+        assert [figures.pop(n) for n in words] == [same.pop(n) for n in words]
+        assert figures == pytest.approx(same)
 
 
 def test_peaks_of_the_datasheet_stay_available():
@@ -114,7 +155,9 @@ def test_study_and_what_if_answer_in_words_and_in_json():
     ("arguments", "code", "words"),
     [
         (("nothing", "--device", "h200"), 2, "presets are"),
-        (("gpt2", "--device", "abacus"), 1, "known kinds are"),
+        (("gpt2", "--device", "abacus"), 2, "pbjax roofline --device abacus: no figures of such"),
+        (("gpt2", "--device", ""), 2, "pbjax roofline --device '': no figures of such a device"),
+        (("gpt2", "--device", "a100"), 2, "a100-sxm4-80gb and nvidia-a100-sxm4-40gb are allowed"),
         (("gpt2", "--device", "h200"), 2, "seq is missing"),
         (("gpt2", "--device", "h200", "--seq", 2000), 2, "1 to 1024"),
         (("vit-base", "--device", "h200", "--seq", 7), 2, "leave it out"),
@@ -132,6 +175,14 @@ def test_bad_input_is_refused_in_one_line(arguments, code, words):
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+def test_a_machine_without_figures_is_told_to_name_a_device(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
+    result = run("gpt2", "--seq", 8)
+    assert result.exit_code == 1
+    assert "the first device of JAX is 'Abacus 9', of which no figures" in result.stderr
+    assert result.stderr.endswith("and cpu; name one of them by --device\n")
 
 
 def test_a_batch_that_does_not_fit_shows_its_figures():

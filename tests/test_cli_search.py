@@ -5,7 +5,9 @@ import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -13,9 +15,10 @@ from pbjax.cli import app
 from pbjax.device import find_device
 from pbjax.errors import FileError
 from pbjax.forward_pass import ForwardPass
+from pbjax.memory import predicted_bytes
 from pbjax.plan import Plan
 from pbjax.profiling import Profile, find_profile, find_profiles
-from pbjax.search import search
+from pbjax.search import SearchOptions, search
 from pbjax.searched_plan import plan_of
 
 from .fakes import FakeTimer
@@ -23,6 +26,9 @@ from .fakes import FakeTimer
 DATA = Path(__file__).parent / "data"
 H200 = find_device("nvidia-h200")
 SHIPPED = {path.stem: path for path in find_profiles(H200.slug)}
+
+
+PROFILE = ("profile", "--model", "bert-base", "--batch", 2, "--out", "bert-base.json")
 
 
 def run(*arguments):
@@ -124,9 +130,12 @@ def test_shipped_table_knows_every_stage_of_its_model(name):
 
 
 def test_tables_of_the_h200_ship():
-    assert {"bert-base", "vit-base", "gpt2-xl", "bloom-7b1", "llama3-8b"} <= set(SHIPPED)
+    decoders = {"gpt2-xl", "bloom-7b1", "llama3-8b"}
+    assert {"bert-base", "vit-base", "conformer-l", *decoders} <= set(SHIPPED)
     for path in SHIPPED.values():
-        provenance = Profile.load(path).provenance
+        table = Profile.load(path)
+        provenance = table.provenance
+        assert table.clock == "long run"
         assert provenance.device_kind == "NVIDIA H200"
         assert provenance.command.startswith("pbjax profile --device nvidia_h200 --model ")
         assert path.stat().st_size < 50_000
@@ -141,6 +150,24 @@ def test_profile_writes_a_table_that_search_reads(folder, table):
     document = json.loads(printed(*asked(folder, table), "--exhaustive", "--json"))
     best = min(each["predicted_s"] for each in document["candidates"])
     assert document["exhaustive"]["predicted_s"] == pytest.approx(best)
+
+
+def test_profile_writes_nowhere_unless_told_where(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("profile", "--model", folder, "--batch", 6)
+    assert result.exit_code == 2
+    assert "Missing option '--out'" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_profile_says_where_it_wrote_and_what_makes_the_table_again(folder, tmp_path, monkeypatch):
+    FakeTimer().install(monkeypatch)
+    path = tmp_path / "mine.json"
+    sizes = ("--batch", 6, "--seq", 12, "--dtype", "float32")
+    text = printed("profile", "--model", folder, *sizes, "--out", path)
+    assert f"\nwritten: {path}\nagain: pbjax profile --device cpu " in text
+    assert text.endswith(f" --out {path}\n")
+    assert Profile.load(path).provenance.command.endswith(" --out mine.json")
 
 
 def test_profile_measures_what_is_missing_and_says_so(folder, table, tmp_path):
@@ -180,6 +207,19 @@ def test_split_that_gains_less_than_the_tables_noise_is_not_planned(folder, tabl
     assert "inside the noise" in plans[1].reason
 
 
+def test_split_is_planned_where_the_unsplit_batch_does_not_fit(folder, table):
+    asked = ForwardPass(model=str(folder), batch_size=6, seq_len=12, dtype="float32")
+    analysis, measured = asked.in_shapes(find_device("cpu")), Profile.load(table)
+    outline = replace(analysis.outline, stacked_weight_bytes=0)
+    limit = predicted_bytes(outline, (2, 2, 2), (0, 0, 0))
+    assert limit < predicted_bytes(outline, (6,), (0,))
+    found = search(outline, measured, 6, SearchOptions(memory_limit_bytes=limit))
+    plan = plan_of(analysis, outline, measured, found)
+    assert plan.decision == "split"
+    assert plan.reason.startswith("the unsplit batch does not fit the device; splitting into ")
+    assert plan.predicted.unsplit > 0
+
+
 # Refusals
 
 
@@ -190,8 +230,24 @@ def test_model_without_a_table_is_told_which_there_are():
 
 
 def test_unknown_device_and_model_are_refused(folder, table):
-    assert "known kinds" in refused(1, *asked(folder, table, device="abacus"))
+    line = refused(2, *asked(folder, table, device="abacus"))
+    assert "pbjax search --device abacus: no figures of such a device; nvidia-h200, " in line
+    assert "pbjax.Device" not in line
     assert "bert-base" in refused(2, *asked("bert-huge", table))
+
+
+@pytest.mark.parametrize("words", ["abacus", "a100"])
+def test_profile_on_a_device_that_no_one_word_names_is_refused(words):
+    line = refused(2, *PROFILE, "--device", words)
+    assert f"pbjax profile --device {words}: " in line
+    assert "nvidia-a100-sxm4-40gb" in line
+
+
+def test_profile_on_a_machine_without_figures_is_refused_with_those_there_are(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
+    line = refused(1, *PROFILE)
+    assert "pbjax profile: the first device of JAX is 'Abacus 9'" in line
+    assert "nvidia-h200" in line
 
 
 def test_table_of_another_device_is_refused(folder, table):
@@ -201,7 +257,7 @@ def test_table_of_another_device_is_refused(folder, table):
 def test_batch_beyond_the_table_is_refused_with_what_to_run(folder, table):
     line = refused(2, *asked(folder, table, batch=7))
     assert "reaches 6 rows" in line
-    assert "--batch 7 --seq 12 --dtype float32" in line
+    assert line.endswith("--batch 7 --seq 12 --dtype float32 --out small.json")
 
 
 def test_batch_at_which_the_model_is_cut_otherwise_takes_the_tables_stages():
@@ -271,5 +327,7 @@ def test_a_complete_table_is_used_where_it_cannot_be_written(folder, measured, m
     FakeTimer().install(monkeypatch)
     monkeypatch.setattr("pbjax.tables.check_writable", refuse)
     sizes = ("--model", folder, "--seq", 12, "--dtype", "float32", "--out", measured)
-    assert "0 of them new" in printed("profile", *sizes, "--batch", 6)
+    text = printed("profile", *sizes, "--batch", 6)
+    assert "0 of them new" in text
+    assert f"complete already: {measured}\n" in text
     assert "read only" in run("profile", *sizes, "--batch", 8).stderr

@@ -11,6 +11,7 @@ from pbjax.compilation import Way
 from pbjax.contest import _contenders
 from pbjax.device import find_device
 from pbjax.measured_programs import MeasuredProgram, program_label, programs_section
+from pbjax.memory import predicted_bytes
 
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form, check_outputs, run, scan, small
@@ -115,6 +116,16 @@ def test_given_split_that_does_not_fit_is_refused(timer):
     with pytest.raises(errors.MemoryBudgetError, match="GB are there") as error:
         run(small(), 6, split=(3, 3), device=replace(DEVICE, memory_bytes=10))
     check_house_form(error)
+
+
+def test_given_split_takes_turns_where_staggers_are_predicted_not_to_fit(timer, monkeypatch):
+    free = run(small(), 6, split=(3, 3))
+    room = predicted_bytes(free.report().outline, (3, 3), (0, 0))
+    # What the compiled programs need is checked apart.
+    monkeypatch.setattr(contest, "device_room", lambda device: 10**12)
+    tight = run(small(), 6, split=(3, 3), device=replace(DEVICE, memory_bytes=room))
+    assert any(free.plan.staggers)
+    assert tight.plan.staggers == (0, 0)
 
 
 def test_memory_that_a_program_plans_holds_weights_inputs_and_outputs(timer):

@@ -1,5 +1,7 @@
 """Files of figures: no figure that no measurement gives is read from any of them."""
 
+import argparse
+import importlib
 import json
 import math
 import os
@@ -156,3 +158,11 @@ def test_a_place_that_cannot_be_written_is_refused_with_its_option(tmp_path, pla
     with pytest.raises(FileError, match=message):
         check_writable("--out", tmp_path / place, folder=folder)
     assert left(tmp_path) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "it is empty"), ("-", "- is neither standard")])
+@pytest.mark.parametrize("kind", ["new_file", "new_folder"])
+def test_scripts_refuse_an_empty_place_and_a_dash(kind, text, found, monkeypatch):
+    monkeypatch.syspath_prepend("scripts")
+    with pytest.raises(argparse.ArgumentTypeError, match=found):
+        getattr(importlib.import_module("places"), kind)(text)

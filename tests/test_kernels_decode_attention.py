@@ -15,6 +15,7 @@ from pallas_kernels.decode_attention import (
 )
 from pallas_kernels.decode_attention.api import check_decode_attention
 from pallas_kernels.decode_attention.shapes import MODELS, RAGGED, SHAPES, DecodeShape
+from pallas_kernels.decode_attention.splits import LEAST_KEYS, STREAMS, choose_splits
 from pallas_kernels.testing import assert_close
 from tests import kernel_layers
 from tests.kernels_aot_process import ptxas_reports
@@ -183,16 +184,14 @@ def test_grid_is_the_least_that_takes_as_many_rounds_as_the_budget(budget, grid)
 
 def test_one_long_sequence_is_split_over_all_streams():
     case = BY_NAME["one sequence"]
-    problem = mosaic_gpu.Problem(
-        batch_size=1,
-        num_tokens=1,
-        num_keys=case.num_keys,
-        num_kv_heads=8,
-        rows=4,
-        head_dim=128,
-        scale=1.0,
-    )
-    assert mosaic_gpu.choose_splits(problem, 132) == 32
+    assert choose_splits(case.num_kv_heads, case.num_keys, 132) == 32
+
+
+def test_parts_have_two_tiles_and_many_sequences_are_not_split():
+    tile = mosaic_gpu.Tile()
+    assert (tile.streams, 2 * tile.block_kv) == (STREAMS, LEAST_KEYS)
+    assert [choose_splits(8, keys, 132) for keys in (256, 257, 1024)] == [1, 2, 4]
+    assert choose_splits(264, 32768, 132) == choose_splits(4096, 32768, 132) == 1
 
 
 def test_models_compile_without_spills_or_serialised_products():

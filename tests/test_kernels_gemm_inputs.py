@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels.gemm import gated_gemm, gemm, grouped_gemm
 from pallas_kernels.gemm.api import check_gemm, check_groups
 from pallas_kernels.gemm.mosaic_gpu import Tile
+from pallas_kernels.gemm.shapes import SHAPES
+from pallas_kernels.gemm.tiles import is_for_library
 from tests.kernel_layers import lowered
 
 X, W = jnp.ones((16, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
@@ -113,3 +115,15 @@ def test_products_of_few_rows_are_left_to_xla_unless_the_kernel_is_named(rows, l
     assert ("mosaic_gpu" in lowered(gemm, x, w)) == launched
     assert ("mosaic_gpu" in lowered(gated_gemm, x, w, w)) == launched
     assert "mosaic_gpu" in lowered(functools.partial(gemm, implementation="mosaic_gpu"), x, w)
+
+
+@pytest.mark.parametrize(("rows", "launched"), [(64, False), (128, False), (512, True)])
+def test_products_of_too_few_tiles_are_left_to_xla(rows, launched):
+    """LLaMA3-8B's down projection: 32 tiles of 128 columns up to 128 rows, for 132 SMs."""
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 14336), (14336, 4096)))
+    assert ("mosaic_gpu" in lowered(gemm, x, w)) == launched
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.m >= 512], ids=lambda s: s.name)
+def test_no_product_of_a_benchmark_is_left_to_xla(shape):
+    assert not is_for_library((shape.m,), shape.n, shape.k, gated=shape.gated, num_sms=132)

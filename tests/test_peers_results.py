@@ -298,3 +298,20 @@ def test_help_needs_no_peer(script, monkeypatch, capsys, name):
         script(name).main()
     assert end.value.code == 0
     assert "--deadline" in capsys.readouterr().out
+
+
+def test_a_mode_that_fails_is_a_line_and_ends_alone(script, capsys):
+    protocol = script("peer_protocol")
+    with protocol.attempt("torch", "eager", None):
+        raise RuntimeError("no such\nkernel")
+    with protocol.attempt("torch", "late", time.time() + 0.05):
+        time.sleep(20)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"side": "torch", "mode": "eager", "error": "RuntimeError: no such kernel"},
+        {
+            "side": "torch",
+            "mode": "late",
+            "error": "TimeoutError: not compiled within the seconds of --ready-within",
+        },
+    ]

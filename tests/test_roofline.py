@@ -292,6 +292,16 @@ def test_a_loop_without_a_length_and_an_unknown_cost_are_reported():
     assert found.unknown == ("while",)
 
 
+def test_a_report_prints_as_text():
+    found = attended(name="a model", items=B)
+    lines = str(found).splitlines()
+    assert lines[0] == "a model, forward (batch 2), bfloat16, attention fused"
+    assert "predicted for NVIDIA H200: " in lines[1]
+    assert any(line.startswith("total: ") for line in lines)
+    assert lines[-1].startswith("bound by ")
+    assert max(map(len, lines)) <= 100
+
+
 def test_report_is_json_compatible():
     data = json.loads(json.dumps(attended().to_dict()))
     assert data["total"]["bound"] in ("memory", "compute")

@@ -63,6 +63,43 @@ def test_a_fusion_belongs_to_its_product_then_its_result_then_most_of_it():
     assert "copy.1" not in owners
 
 
+# As XLA prints a product of one row, whose sum over K it splits.
+SPLIT = """
+%gemm_fusion_dot.5_computation (p0: bf16[8,768,1], p1: bf16[8,768,64]) -> f32[8,1,64] {
+  %p1 = bf16[8,768,64]{2,1,0} parameter(1)
+  %p0 = bf16[8,768,1]{2,1,0} parameter(0)
+  %sin.2 = bf16[8,768,1]{2,1,0} sine(%p0), metadata={op_name="jit(f)/pbjax_stage_6/sin"}
+  ROOT %dot.9 = f32[8,64,1]{1,2,0} dot(%p1, %sin.2), lhs_batch_dims={0}, rhs_batch_dims={0}
+}
+
+%fused_reduce (p: f32[8,1,64]) -> bf16[1,64] {
+  %p = f32[8,1,64]{2,1,0} parameter(0)
+  ROOT %reduce.2 = bf16[1,64]{1,0} reduce(%p), dimensions={0}
+}
+
+ENTRY %main (x: bf16[1,6144], w: bf16[6144,64]) -> bf16[1,64] {
+  %x.1 = bf16[1,6144]{1,0} parameter(0), metadata={op_name="kept[0]" scheduling_name="x.1"}
+  %w.1 = bf16[6144,64]{1,0} parameter(1), metadata={op_name="kept[1]" scheduling_name="w.1"}
+  %copy.1 = bf16[1,6144]{1,0} copy(%x.1), metadata={op_name="jit(f)/pbjax_stage_2/copy"}
+  %bitcast.2 = bf16[8,768,64]{2,1,0} bitcast(%w.1)
+  %bitcast.3 = bf16[8,768,1]{2,1,0} bitcast(%copy.1)
+  %gemm_fusion_dot.5 = f32[8,1,64]{2,1,0} fusion(%bitcast.3, %bitcast.2), kind=kCustom, \
+calls=%gemm_fusion_dot.5_computation, backend_config={"kind":"(nested)"}
+  ROOT %loop_reduce_fusion = bf16[1,64]{1,0} fusion(%gemm_fusion_dot.5), calls=%fused_reduce
+}
+"""
+
+
+def test_a_product_that_lost_its_scope_belongs_to_what_reads_its_weights():
+    owners = instruction_stages(SPLIT, {"kept[1]": 8})
+    assert owners["gemm_fusion_dot.5"] == 8
+    assert owners["loop_reduce_fusion"] == 8
+    assert owners["copy.1"] == 2
+    unknown = instruction_stages(SPLIT)
+    assert unknown["gemm_fusion_dot.5"] == 6
+    assert "loop_reduce_fusion" not in unknown
+
+
 def model(x, w):
     with jax.named_scope("small"):
         y = x + 1

@@ -149,9 +149,9 @@ def report(name, phase, batch, seq):
 
 
 def test_llama3_8b_takes_less_than_ten_seconds_and_no_weights():
-    start = time.perf_counter()
+    start = time.process_time()  # Of this process alone, whatever else the machine does.
     found = report("llama3-8b", "prefill", 8, 512)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert found.memory.weight_bytes == 16_060_522_752
 
 

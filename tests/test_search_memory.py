@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from pbjax import search as search_module
 from pbjax.candidates import Candidates
+from pbjax.choices import searched
 from pbjax.errors import MemoryBudgetError
 from pbjax.memory import TOGETHER, predicted_bytes
 from pbjax.profiling import Outline
 from pbjax.schedule import Split
 from pbjax.search import SearchOptions, best_staggers, search
+from pbjax.tables import Measurements
 
 from .search_tables import program, random_table, stage, table, with_budgets
 
@@ -182,3 +184,38 @@ def test_given_sizes_over_the_limit_are_refused():
     profile = table(PROGRAM, {2: 1.0, 8: 1.0})
     with pytest.raises(MemoryBudgetError, match=r"100 bytes are allowed"):
         best_staggers(PROGRAM, profile, Split(sizes=(4, 4)), SearchOptions(memory_limit_bytes=100))
+
+
+# What optimize builds
+
+
+def test_splits_are_searched_within_the_memory_of_the_device():
+    profile = table(PROGRAM, {2: 1.0, 8: 1.0})
+    measurements = Measurements(
+        profile=profile, outline=PROGRAM, relabelled=PROGRAM, rows_measured=0, warning=""
+    )
+    free, tight, none = (searched(measurements, 8, room) for room in (10**9, 900, 100))
+    assert free.search == replace(search(PROGRAM, profile, 8), seconds=free.search.seconds)
+    needed = [
+        max(predicted_bytes(PROGRAM, w.sizes, w.staggers) for w in c.ways) for c in (free, tight)
+    ]
+    assert needed[0] > 900 >= needed[1]
+    assert [len(way.sizes) for way in tight.ways] == [2, 3]
+    assert tight.search.dropped > 0
+    assert tight.unsplit_s == free.unsplit_s
+    # Nothing is predicted to fit: what the compiled programs need decides.
+    assert none.ways == free.ways
+
+
+def test_batch_of_which_no_split_is_predicted_to_fit_says_so():
+    heavy = replace(PROGRAM, stacked_weight_bytes=10_000)
+    measurements = Measurements(
+        profile=table(heavy, {2: 1.0, 8: 1.0}),
+        outline=heavy,
+        relabelled=heavy,
+        rows_measured=0,
+        warning="",
+    )
+    choice = searched(measurements, 8, 5000)
+    assert choice.ways == ()
+    assert choice.reason == "no split is predicted to fit in 5e-06 GB"

@@ -11,7 +11,7 @@ import pbjax
 from pallas_kernels import dispatch
 from pallas_kernels.testing import assert_close
 from pbjax.device import find_device
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxWarning
 from pbjax.step import StateLayout
 from pbjax.step_pipeline import _decide
 from pbjax.step_programs import StepProgram, Timed
@@ -200,7 +200,8 @@ def test_a_saved_plan_is_run_without_measuring(woven, tmp_path):
 
 def test_a_plan_of_another_device_is_measured_again(woven):
     foreign = dataclasses.replace(woven.plan, device_kind="NVIDIA H200")
-    fast = on_hopper(plan=foreign)
+    with pytest.warns(PbjaxWarning, match="device_kind 'NVIDIA H200' in the plan, 'cpu' here;"):
+        fast = on_hopper(plan=foreign)
     assert "measured again" in str(fast.report())
     assert {p.name for p in fast.report().programs} == {"unsplit", "sequential", "woven"}
 

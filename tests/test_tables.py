@@ -6,7 +6,7 @@ import pytest
 
 from pbjax.analysis import analyse
 from pbjax.device import ResourceClass, find_device
-from pbjax.errors import DeviceError, FileError, InputError
+from pbjax.errors import DeviceError, FileError, InputError, PbjaxWarning
 from pbjax.phases import Phases
 from pbjax.profiling import Profile, find_profiles, grid
 from pbjax.tables import measured_table, relabelled
@@ -91,7 +91,8 @@ def test_file_of_bursts_is_refused_and_kept(analysis, timer, tmp_path):
         measured_table(analysis, tokens(6), path, Phases())
     assert str(error.value).count(";") >= 2
     assert path.read_bytes() == before
-    found = measured_table(analysis, tokens(6), Profile.load(path), Phases())
+    with pytest.warns(PbjaxWarning, match="its seconds are of bursts"):
+        found = measured_table(analysis, tokens(6), Profile.load(path), Phases())
     assert found.profile.clock == "long run"
     assert "its seconds are of bursts" in found.warning
 

@@ -1,7 +1,6 @@
 """Predicted makespans: against a plain simulation of the timetable, the baseline and the bound."""
 
 from dataclasses import replace
-from hashlib import sha256
 from itertools import combinations
 
 import pytest
@@ -10,36 +9,15 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.profiling import CorunRow, Outline, Profile, Row, StageInfo
+from pbjax.profiling import Outline, Profile
 from pbjax.schedule import Split, timetable
 from pbjax.throughput import Evaluator, evaluate, lower_bound
 
-from .fakes import provenance
+from .search_tables import PROVENANCE, corun, row, stage
 
-PROVENANCE = provenance()
 SIZES = (2, 3, 8, 20, 60)
 # Sums of subnormal numbers are not good to nine digits.
 SECONDS = st.floats(0, 10, allow_subnormal=False)
-
-
-def stage(name, resource=ResourceClass.CUDA):
-    return StageInfo(
-        name=name,
-        fingerprint=sha256(name.encode()).hexdigest()[:12],
-        resource=resource,
-        dtype="float32",
-        shape=(4,),
-        flops_per_row=1.0,
-        bytes_per_row=1.0,
-        weight_bytes=0,
-    )
-
-
-row = Row.of
-
-
-def corun(a, b, *figures):
-    return CorunRow.of((a, b), *figures)
 
 
 @st.composite

@@ -34,11 +34,7 @@ def attention_xla(
     if query_starts is not None:
         position = position + query_starts[:, None, None]
     key = jnp.arange(k.shape[1])[None, None, :]
-    parts = []
-    if causal:
-        parts.append(key <= position)
-    if window is not None:
-        parts.append(key > position - window)
+    parts = _reached(position, key, causal, window)
     if lengths is not None:
         parts.append(key < lengths[:, None, None])
     if query_lengths is not None:
@@ -50,8 +46,7 @@ def attention_xla(
     if key_bias is not None:
         biases.append(jnp.maximum(key_bias.astype(jnp.float32), NEVER)[:, None, None])
     if alibi_slopes is not None:
-        distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
-        biases.append(-alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance)
+        biases.append(_alibi(alibi_slopes, position, key))
     relative = None
     if relative_rows is not None:
         relative = scale * relative_scores(q, relative_rows, relative_shift, k.shape[1])
@@ -61,8 +56,33 @@ def attention_xla(
         out = _attend(q, k, v, _sum(biases), seen, scale)
     else:
         out = _attend_capped(q, k, v, relative, _sum(biases), seen, scale, softcap)
-    if mask is None:
-        return out
+    return out if mask is None else _zero_where_unseen(out, mask)
+
+
+def _reached(
+    position: Int[Array, "_ T 1"], key: Int[Array, "1 1 S"], causal: bool, window: int | None
+) -> list[Bool[Array, "_ T S"]]:
+    """Which keys each query meets by their places alone: none after it, none before its window."""
+    parts = []
+    if causal:
+        parts.append(key <= position)
+    if window is not None:
+        parts.append(key > position - window)
+    return parts
+
+
+def _alibi(
+    slopes: Float[Array, " N"], position: Int[Array, "_ T 1"], key: Int[Array, "1 1 S"]
+) -> Float[Array, "_ N T S"]:
+    """What ALiBi adds to scores."""
+    distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
+    return -slopes.astype(jnp.float32)[None, :, None, None] * distance
+
+
+def _zero_where_unseen(
+    out: Float[Array, "B T N H"], mask: Bool[Array, "_ _ S"]
+) -> Float[Array, "B T N H"]:
+    """The output, zero for queries that meet no key."""
     return jnp.where(mask.any(-1)[:, :, None, None], out, jnp.zeros((), out.dtype))
 
 
@@ -104,17 +124,13 @@ def attention_packed_xla(
     """Attends over all tokens and masks those of other sequences; see api.attention_packed."""
     token = jnp.arange(q.shape[0])
     sequence = jnp.sum(token[:, None] >= offsets[None, 1:], axis=1)
-    mask = (sequence[:, None] == sequence[None]) & (sequence < len(offsets) - 1)[:, None]
-    if causal:
-        mask &= token[None] <= token[:, None]
-    if window is not None:
-        mask &= token[None] > token[:, None] - window
-    bias = None
-    if alibi_slopes is not None:
-        distance = jnp.abs(token[:, None] - token[None]).astype(jnp.float32)
-        bias = -alibi_slopes.astype(jnp.float32)[None, :, None, None] * distance[None, None]
-    out = _attend(q[None], k[None], v[None], bias, mask[None, None], scale)[0]
-    return jnp.where(mask.any(1)[:, None, None], out, jnp.zeros((), out.dtype))
+    together = (sequence[:, None] == sequence[None]) & (sequence < len(offsets) - 1)[:, None]
+    position, key = token[None, :, None], token[None, None, :]
+    parts = [together[None], *_reached(position, key, causal, window)]
+    mask = functools.reduce(operator.and_, parts)
+    bias = None if alibi_slopes is None else _alibi(alibi_slopes, position, key)
+    out = _attend(q[None], k[None], v[None], bias, mask[:, None], scale)
+    return _zero_where_unseen(out, mask)[0]
 
 
 def _attend(

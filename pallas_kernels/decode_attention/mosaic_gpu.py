@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode_attention.splits import choose_splits
 from pallas_kernels.mosaic import plgpu
 
 SMEM_BYTES = 232_448
@@ -120,14 +121,6 @@ def _deepest(problem: Problem, streams: int, block_kv: int) -> Tile:
     room = SMEM_BYTES - problem.fixed_bytes(Tile(streams=streams, block_kv=block_kv))
     depth = room // (2 * streams * block_kv * problem.head_dim)
     return Tile(streams=streams, block_kv=block_kv, depth=max(2, min(depth, 8)))
-
-
-def choose_splits(problem: Problem, sms: int) -> int:
-    """Splits each cache so that every stream has work, in parts of at least two tiles."""
-    tile = Tile()
-    heads = problem.batch_size * problem.num_kv_heads
-    longest = -(-problem.num_keys // (2 * tile.block_kv))
-    return max(1, min(tile.streams * sms // heads, longest))
 
 
 class Part(NamedTuple):
@@ -491,7 +484,8 @@ def decode_attention(
         first_sequence=first_sequence,
         softcap=softcap,
     )
-    splits = choose_splits(problem, sms) if splits is None else splits
+    if splits is None:
+        splits = choose_splits(b * num_kv_heads, problem.num_keys, sms)
     problem = dataclasses.replace(problem, splits=splits)
     tile = choose_tile(problem) if tile is None else tile
     _refuse(problem, tile)

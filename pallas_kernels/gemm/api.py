@@ -13,7 +13,7 @@ from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
-from pallas_kernels.gemm.tiles import FEW_ROWS, tile_for
+from pallas_kernels.gemm.tiles import is_for_library, tile_for
 
 ROWS = 8  # A swizzled copy takes rows in multiples of 8.
 MAX_GROUPS = 8
@@ -69,7 +69,7 @@ def gemm(
         "gemm",
         implementation,
         {
-            "mosaic_gpu": where_best("gemm", [x], implementation, lambda: run()[0]),
+            "mosaic_gpu": where_best("gemm", [x], (w,), implementation, lambda: run()[0]),
             "xla": lambda: xla.gemm(x, w, bias, residual, activation=activation, scale=scale),
         },
         {
@@ -122,7 +122,9 @@ def gated_gemm(
         "gated_gemm",
         implementation,
         {
-            "mosaic_gpu": where_best("gated_gemm", [x], implementation, lambda: run()[0]),
+            "mosaic_gpu": where_best(
+                "gated_gemm", [x], (w_gate, w), implementation, lambda: run()[0]
+            ),
             "xla": lambda: xla.gated_gemm(x, w_gate, w, activation=activation),
         },
         {"x": x, "w_gate": w_gate, "w": w, "activation": activation},
@@ -192,22 +194,26 @@ def grouped_gemm(
     return dispatch.dispatch(
         "grouped_gemm",
         implementation,
-        {"mosaic_gpu": where_best("grouped_gemm", xs, implementation, run), "xla": by_xla},
+        {
+            "mosaic_gpu": where_best("grouped_gemm", xs, weights, implementation, run),
+            "xla": by_xla,
+        },
         options,
     )
 
 
-def where_best(kernel, xs, implementation, run):
-    """What the kernel does: unless it was named, refuse other devices and few rows."""
+def where_best(kernel, xs, weights, implementation, run):
+    """What the kernel does: unless it was named, refuse other devices and too few tiles."""
 
     def attempt():
         if implementation is None:
             dispatch.require_hopper(kernel)
-            rows = sum(math.prod(x.shape[:-1]) for x in xs)
-            if rows <= FEW_ROWS:
+            rows = tuple(math.prod(x.shape[:-1]) for x in xs)
+            (k, n), gated = weights[0].shape, len(weights) == 2
+            if is_for_library(rows, n, k, gated=gated, num_sms=dispatch.num_sms()):
                 raise NotImplementedError(
-                    f"{kernel}(x: {rows} rows): up to {FEW_ROWS} make too few tiles to read a "
-                    "weight at full bandwidth; leave it to implementation='xla'"
+                    f"{kernel}(x: {sum(rows)} rows, w: {k} x {n}): too few tiles to read a weight "
+                    "at full bandwidth; leave it to implementation='xla'"
                 )
         return run()
 

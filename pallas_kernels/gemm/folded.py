@@ -92,7 +92,7 @@ def normed_gemm(
         "normed_gemm",
         implementation,
         {
-            "mosaic_gpu": where_best("normed_gemm", [x], implementation, lambda: run()[0]),
+            "mosaic_gpu": where_best("normed_gemm", [x], weights, implementation, lambda: run()[0]),
             "xla": lambda: xla.normed_gemm(x, row_scale, weights, bias, activation=activation),
         },
         {
@@ -166,7 +166,7 @@ def gemm_for_norm(
     return dispatch.dispatch(
         "gemm_for_norm",
         implementation,
-        {"mosaic_gpu": where_best("gemm_for_norm", [x], implementation, run), "xla": plain},
+        {"mosaic_gpu": where_best("gemm_for_norm", [x], (w,), implementation, run), "xla": plain},
         {
             "x": x,
             "w": w,

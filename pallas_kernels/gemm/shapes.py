@@ -35,7 +35,13 @@ VIT = _layer("vit-base 256x197", 50_432, 768, 3_072, "gelu")
 GPT2 = _layer("gpt2-xl 16x512", 8_192, 1_600, 6_400, "gelu_tanh")
 BLOOM = _layer("bloom-7b1 8x512", 4_096, 4_096, 16_384, "gelu_tanh")
 LLAMA = _layer("llama3-8b 8x512", 4_096, 4_096, 14_336, "silu", bias=False, qkv=6_144, gated=True)
-DECODE = _layer("llama3-8b 512x1", 512, 4_096, 14_336, "silu", bias=False, qkv=6_144, gated=True)
+DECODE = [
+    shape
+    for rows in (512, 256, 128, 64)
+    for shape in _layer(
+        f"llama3-8b {rows}x1", rows, 4_096, 14_336, "silu", bias=False, qkv=6_144, gated=True
+    )
+]
 CONFORMER = [
     GemmShape(name="conformer-l 32x512 qkv", m=16_384, k=512, n=1_536, bias=True),
     GemmShape(name="conformer-l 32x512 out", m=16_384, k=512, n=512, bias=True, residual=True),
@@ -55,7 +61,7 @@ CONFORMER = [
 ]
 SHAPES = [*BERT, *VIT, *GPT2, *BLOOM, *LLAMA, *DECODE, *CONFORMER]
 # A residual's result goes to a norm, and what has none reads one.
-PRE_NORM = [*VIT, *GPT2, *BLOOM, *LLAMA, *DECODE]
+PRE_NORM = [*VIT, *GPT2, *BLOOM, *LLAMA, *DECODE[:4]]
 
 # Sub-batches that share the weight of one GEMM: their rows, and the GEMM of all of them.
 GROUPED = [

@@ -13,6 +13,10 @@ RATED_SMS = 132
 # Up to these rows in all XLA's products run: ours read 34 MB of weights in 32 us at 1 and 8 rows,
 # 1.0 TB/s, and LLaMA3-8B's MLP at half of the bandwidth at 32 rows (docs/roofline.md).
 FEW_ROWS = 32
+# Rates of XLA's products, which split the sum over K where tiles are few, and what else one takes.
+LIBRARY_FLOPS_PER_S, LIBRARY_BYTES_PER_S, LIBRARY_S = 700e12, 4.2e12, 4e-6
+# By so much ours must be slower: its epilogue saves a kernel or two.
+SLOWER = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,28 @@ def tile_for(
     # By ptxas: beside narrow tiles three buffers spill registers where there is no bias.
     buffers = 2 if tile.narrow_cols else 3
     return dataclasses.replace(tile, store_slots=min(tile.store_slots, buffers))
+
+
+def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int) -> bool:
+    """Whether XLA's product is faster: rows are few, or tiles leave most SMs idle for long.
+
+    LLaMA3-8B's down projection of 128 rows has 32 tiles: 73 us on an H200, where XLA takes 35.
+
+    Args:
+      ms: Rows of each input.
+      n: Columns of the result.
+      k: Columns of the inputs.
+      gated: Whether two weights are multiplied.
+      num_sms: SMs of the device.
+    """
+    rows, weights = sum(ms), 1 + gated
+    if rows <= FEW_ROWS:
+        return True
+    moved = 2 * (weights * n * k + rows * (n + k))
+    flops = 2 * rows * n * k * weights
+    library_s = LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / LIBRARY_FLOPS_PER_S)
+    ours_s = predicted_s(ms, n, k, gated=gated, heavy=False, ctas=num_sms, num_sms=num_sms)
+    return ours_s > SLOWER * library_s
 
 
 def predicted_s(
