@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from models.attention import Keys, Packing, attention, packing_of
 from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
+from models.folding import Hidden
 from models.hf_config import ConfigFields
 from models.kernels import PLAIN
 from models.layers import (
@@ -25,7 +26,6 @@ from models.layers import (
     Ids,
     Linear,
     Mask,
-    PreNormMlp,
     causal_bias,
     check_tokens,
     embed,
@@ -35,6 +35,7 @@ from models.layers import (
     look_up,
     part_of,
 )
+from models.pre_norm import PreNorm, PreNormMlp, Products, run_layers
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"BloomForCausalLM": True, "BloomModel": False}
@@ -197,7 +198,7 @@ class BloomEmbeddings(nnx.Module):
             return self.norm(look_up(self.word, jnp.asarray(input_ids)))
 
 
-class BloomAttention(nnx.Module):
+class BloomAttention(PreNorm):
     """LayerNorm, then causal multi-head attention, and the residual."""
 
     def __init__(self, config: BloomConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -215,28 +216,30 @@ class BloomAttention(nnx.Module):
         self.parts = nnx.List([part_of(joined, columns[:, i].reshape(-1)) for i in range(3)])
         del self.query_key_value
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def products(self) -> Products:
+        """Returns the products before and after which norms can be folded."""
+        return Products(self.parts or [self.query_key_value], self.output)
+
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
             return self.join(x, attention(*self.heads(x), keys))
 
-    def heads(self, x: Float[Array, "B T D"]) -> Heads:
+    def heads(self, x: Hidden) -> Heads:
         """Returns query, key and value of every head."""
-        inner = self.norm(x)
+        inner = self.normalise(x)
         if self.parts is not None:
             shape = (*x.shape[:2], self.num_heads, -1)
-            query, key, value = (part(inner).reshape(shape) for part in self.parts)
+            query, key, value = (part.after_norm(inner).reshape(shape) for part in self.parts)
             return query, key, value
         # The columns are grouped by head; each head has its query, its key, its value.
-        fused = self.query_key_value(inner)
+        fused = self.query_key_value.after_norm(inner)
         heads = fused.reshape(*x.shape[:2], self.num_heads, 3, -1)
         return heads[..., 0, :], heads[..., 1, :], heads[..., 2, :]
 
-    def join(
-        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
-    ) -> Float[Array, "B T D"]:
+    def join(self, x: Hidden, context: Float[Array, "B T N H"]) -> Hidden:
         """Adds what the heads have read to the hidden states."""
-        return self.output(context.reshape(x.shape), residual=x)
+        return self.output.add_to(x, context.reshape(x.shape))
 
 
 class BloomLayer(nnx.Module):
@@ -254,7 +257,7 @@ class BloomLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Applies the block."""
         return self.mlp(self.attention(x, keys))
 
@@ -309,10 +312,9 @@ class BloomModel(CausalDecoder[BloomConfig]):
         packing = packing_of(self.kernels.alibi_attention, attention_mask)
         if packing is not None:
             input_ids = packing.pack(input_ids)
-        states = [self.embeddings(input_ids)]
+        x = self.embeddings(input_ids)
         keys = self.prompt_keys(input_ids.shape[1], attention_mask, packing)
-        for layer in self.layers:
-            states.append(layer(states[-1], keys))
+        states = run_layers(self.layers, x, keys)
         return states if packing is None else [packing.unpack(x) for x in states]
 
     def prompt_keys(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from models.attention import Keys, Packing, attention, causal_keys
 from models.errors import InputError
+from models.folding import values_of
 from models.kernels import Kernels
 from models.kv_cache import KVCache, LayerCache, empty_cache
 from models.layers import Ids, Mask, check_tokens
@@ -210,7 +211,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
                 x = layer.attention.join(x, context)
             layers.append(held)
             x = layer.mlp(x)
-        return x, layers
+        return values_of(x), layers
 
     def _output(self, x, layers, lengths) -> CachedOutput:
         cache = KVCache(

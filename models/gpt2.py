@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from models.attention import Keys, attention, packing_of
 from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
+from models.folding import Hidden
 from models.hf_config import ConfigFields
 from models.kernels import PLAIN
 from models.layers import (
@@ -28,7 +29,6 @@ from models.layers import (
     Ids,
     Linear,
     Mask,
-    PreNormMlp,
     check_tokens,
     embed,
     layer_norm,
@@ -38,6 +38,7 @@ from models.layers import (
     look_up,
     part_of,
 )
+from models.pre_norm import PreNorm, PreNormMlp, Products, run_layers
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"GPT2LMHeadModel": True, "GPT2Model": False}
@@ -179,7 +180,7 @@ class GPT2Embeddings(nnx.Module):
             return x + jnp.broadcast_to(self.position.embedding[: x.shape[1]], x.shape)
 
 
-class GPT2Attention(nnx.Module):
+class GPT2Attention(PreNorm):
     """LayerNorm, then causal multi-head attention, and the residual."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -197,28 +198,30 @@ class GPT2Attention(nnx.Module):
         self.parts = nnx.List([part_of(self.query_key_value, part) for part in columns])
         del self.query_key_value
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def products(self) -> Products:
+        """Returns the products before and after which norms can be folded."""
+        return Products(self.parts or [self.query_key_value], self.output)
+
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
             return self.join(x, attention(*self.heads(x), keys))
 
-    def heads(self, x: Float[Array, "B T D"]) -> Heads:
+    def heads(self, x: Hidden) -> Heads:
         """Returns query, key and value of every head."""
-        inner = self.norm(x)
+        inner = self.normalise(x)
         if self.parts is not None:
             shape = (*x.shape[:2], self.num_heads, -1)
-            query, key, value = (part(inner).reshape(shape) for part in self.parts)
+            query, key, value = (part.after_norm(inner).reshape(shape) for part in self.parts)
             return query, key, value
         # The columns are all queries, all keys, all values; the heads lie inside each.
-        fused = self.query_key_value(inner)
+        fused = self.query_key_value.after_norm(inner)
         heads = fused.reshape(*x.shape[:2], 3, self.num_heads, -1)
         return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
 
-    def join(
-        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
-    ) -> Float[Array, "B T D"]:
+    def join(self, x: Hidden, context: Float[Array, "B T N H"]) -> Hidden:
         """Adds what the heads have read to the hidden states."""
-        return self.output(context.reshape(x.shape), residual=x)
+        return self.output.add_to(x, context.reshape(x.shape))
 
 
 class GPT2Layer(nnx.Module):
@@ -236,7 +239,7 @@ class GPT2Layer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Applies the block."""
         return self.mlp(self.attention(x, keys))
 
@@ -299,10 +302,9 @@ class GPT2Model(CausalDecoder[GPT2Config]):
         packing = packing_of(self.kernels.causal_attention, attention_mask)
         if packing is not None:
             input_ids, position_ids = packing.pack_tokens(input_ids, position_ids)
-        states = [self.embeddings(input_ids, position_ids)]
+        x = self.embeddings(input_ids, position_ids)
         keys = self.prompt_keys(input_ids.shape[1], attention_mask, packing)
-        for layer in self.layers:
-            states.append(layer(states[-1], keys))
+        states = run_layers(self.layers, x, keys)
         return states if packing is None else [packing.unpack(x) for x in states]
 
     def embed_tokens(

@@ -11,10 +11,12 @@ from typing import Literal, Protocol, runtime_checkable
 
 from flax import nnx
 
+from models.errors import InputError
 from pallas_kernels.dispatch import targets_hopper
 
 Attention = Literal["pallas", "cudnn", "xla"]
 Other = Literal["pallas", "xla"]
+Norm = Literal["pallas", "folded", "xla"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,8 @@ class Kernels:
       alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
       gemm: Matrix products with what follows them: bias, activation, gate, residual. Depthwise
         convolutions with theirs too: BatchNorm, activation.
-      norm: LayerNorm and RMSNorm.
+      norm: LayerNorm and RMSNorm; "folded" into the products by kernels before and after them
+        where all that reads the norm is such a product (`models.folding`): ViT and the decoders.
     """
 
     attention: Attention = "xla"
@@ -36,7 +39,15 @@ class Kernels:
     causal_attention: Attention = "xla"
     alibi_attention: Attention = "xla"
     gemm: Other = "xla"
-    norm: Other = "xla"
+    norm: Norm = "xla"
+
+    def __post_init__(self) -> None:
+        """Raises InputError for folded norms without the products that they are folded into."""
+        if self.norm == "folded" and self.gemm != "pallas":
+            raise InputError(
+                f"Kernels(norm='folded', gemm={self.gemm!r}): folded norms are a part of the"
+                " kernels' products; gemm is 'pallas' then; set it, or another norm"
+            )
 
 
 PLAIN = Kernels()
@@ -59,6 +70,14 @@ class Arranges(Protocol):
         """Replaces them by what kernels want: parts of a joined weight, a table of even length."""
 
 
+@runtime_checkable
+class Folds(Protocol):
+    """A module with a norm that can be folded into its products."""
+
+    def fold_norms(self) -> None:
+        """Replaces the norm, and the weights that it goes into."""
+
+
 def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     """Returns the model with its layers calling kernels.
 
@@ -67,7 +86,8 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     which it joins, GPT-2's table of 50,257 tokens, and a Conformer's depthwise weights, into which
     its BatchNorm goes. A copy once costs nothing later; slicing the joined product instead costs a
     pass over it in every layer. Those of LLaMA are joined: the rotation makes that pass anyway, and
-    one product fills a GPU with fewer rows than three.
+    one product fills a GPU with fewer rows than three. Folded norms copy the weights that they go
+    into.
 
     Args:
       model: Any model of this package.
@@ -84,5 +104,9 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
         for _, module in list(nnx.iter_modules(copy)):
             if isinstance(module, Arranges):
                 module.arrange_weights()
+    if kernels.norm == "folded":
+        for _, module in list(nnx.iter_modules(copy)):
+            if isinstance(module, Folds):
+                module.fold_norms()
     copy.set_attributes(kernels=kernels)
     return copy

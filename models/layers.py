@@ -1,7 +1,8 @@
-"""What two or more families share: Linear, norms, attention, pre-norm MLP, embeddings, the LM head.
+"""What two or more families share: Linear, norms, attention, embeddings, the LM head.
 
 Each layer computes in plain JAX, or calls kernels where its `kernels` say so (`models.kernels`).
-Not here: what one family alone has, such as rotary positions.
+Not here: parts of pre-norm layers (`models.pre_norm`); what one family alone has, such as rotary
+positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from models.errors import InputError
+from models.folding import FoldedNorm, Hidden, fold, values_of
 from models.kernels import PLAIN
 from models.outputs import register_output
 from pallas_kernels import norm
-from pallas_kernels.gemm import gemm
+from pallas_kernels.gemm import ScaledRows, gemm, gemm_for_norm, normed_gemm
 
 Ids = Integer[Array | np.ndarray, "B T"]
 Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
@@ -58,12 +60,17 @@ class CausalOutput:
 
 
 class Linear(nnx.Linear):
-    """residual + scale * activation(x @ kernel + bias), by one kernel where it can."""
+    """residual + scale * activation(x @ kernel + bias), by one kernel where it can.
+
+    Attributes:
+      next_norm: The folded norm of its result, if there is one.
+    """
 
     def __init__(self, *args, **options) -> None:
         """Takes what nnx.Linear takes."""
         super().__init__(*args, **options)
         self.kernels = PLAIN
+        self.next_norm: FoldedNorm | None = None
 
     def __call__(
         self,
@@ -97,6 +104,28 @@ class Linear(nnx.Linear):
         y = y if scale == 1.0 else scale * y
         return y if residual is None else residual + y
 
+    def after_norm(
+        self, x: Hidden, *, activation: Activation | None = None
+    ) -> Float[Array, "B T N"]:
+        """Applies the layer to normalised states, or to scaled ones if it has the norm in it."""
+        if not isinstance(x, ScaledRows):
+            return self(x, activation=activation)
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        return normed_gemm(x.values, x.scale, kernel, bias=bias, activation=activation)
+
+    def add_to(self, x: Hidden, inner: Float[Array, "B T K"]) -> Hidden:
+        """Returns x + self(inner), with what a folded norm after it scales rows by."""
+        if self.next_norm is None:
+            return self(inner, residual=values_of(x))
+        return gemm_for_norm(
+            inner,
+            self.kernel[...],
+            bias=None if self.bias is None else self.bias[...],
+            residual=values_of(x),
+            eps=self.next_norm.eps,
+            centred=self.next_norm.centred,
+        )
+
 
 class LayerNorm(nnx.LayerNorm):
     """LayerNorm that computes in f32 and returns the dtype of its input."""
@@ -108,36 +137,16 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalises the last axis."""
-        if self.kernels.norm == "pallas":
+        if self.kernels.norm != "xla":
             bias = None if self.bias is None else self.bias[...]
             return norm.layer_norm(x, self.scale[...], bias, eps=self.epsilon)  # pyrefly: ignore
         return super().__call__(x).astype(x.dtype)
 
-
-class PreNormMlp(nnx.Module):
-    """LayerNorm, then two Linears with GELU between them, and the residual."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        mlp_dim: int,
-        *,
-        norm_eps: float,
-        activation: Literal["gelu", "gelu_tanh"],
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Makes the fresh parameters."""
-        self.norm = layer_norm(embed_dim, norm_eps, dtype, rngs)
-        self.up = linear(embed_dim, mlp_dim, dtype, rngs)
-        self.down = linear(mlp_dim, embed_dim, dtype, rngs)
-        self.activation = activation
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Transforms every token by itself."""
-        with jax.named_scope("mlp"):
-            inner = self.up(self.norm(x), activation=self.activation)
-            return self.down(inner, residual=x)
+    def fold_into(self, *linears: Linear) -> FoldedNorm:
+        """Folds the norm into all Linears that read it, and returns what takes its place."""
+        bias = None if self.bias is None else self.bias[...]
+        gain, eps = self.scale[...], self.epsilon  # pyrefly: ignore
+        return fold(linears, gain, bias, eps=eps, centred=True)
 
 
 def attend(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from models.attention import Keys, attention, packing_of
 from models.decoder import CausalDecoder, Heads
 from models.errors import ConfigError
+from models.folding import FoldedNorm, Hidden, fold
 from models.hf_config import ConfigFields
 from models.kernels import PLAIN
 from models.layers import (
@@ -32,8 +33,8 @@ from models.layers import (
     logits,
     look_up,
 )
+from models.pre_norm import PreNorm, Products, gated, run_layers
 from models.rotary import Rotary, RotaryTable, read_rotary, rotary_frequencies, rotary_table
-from pallas_kernels.gemm import gated_gemm
 from pallas_kernels.norm import rms_norm
 
 # For each class that may have saved the file: whether it has a language model head.
@@ -219,15 +220,19 @@ class LlamaNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Divides by the root of the mean square over the features."""
-        if self.kernels.norm == "pallas":
+        if self.kernels.norm != "xla":
             return rms_norm(x, self.scale[...], eps=self.eps)
         exact = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(exact), axis=-1, keepdims=True)
         normal = (exact * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
         return normal * self.scale[...][None, None]
 
+    def fold_into(self, *linears: Linear) -> FoldedNorm:
+        """Folds the norm into all Linears that read it, and returns what takes its place."""
+        return fold(linears, self.scale[...], None, eps=self.eps, centred=False)
 
-class LlamaAttention(nnx.Module):
+
+class LlamaAttention(PreNorm):
     """RMSNorm, then causal grouped-query attention with rotary positions, and the residual."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -247,32 +252,33 @@ class LlamaAttention(nnx.Module):
         self.query_key_value = joined([self.query, self.key, self.value])
         del self.query, self.key, self.value
 
-    def __call__(
-        self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
-    ) -> Float[Array, "B T D"]:
+    def products(self) -> Products:
+        """Returns the products before and after which norms can be folded."""
+        joined = self.query_key_value
+        readers = [self.query, self.key, self.value] if joined is None else [joined]
+        return Products(readers, self.output)
+
+    def __call__(self, x: Hidden, table: RotaryTable, keys: Keys) -> Hidden:
         """Attends over the keys that a token sees."""
         with jax.named_scope("attention"):
             query, key, value = self.heads(x, table)
             return self.join(x, attention(query, key, value, keys))
 
-    def heads(self, x: Float[Array, "B T D"], table: RotaryTable) -> Heads:
+    def heads(self, x: Hidden, table: RotaryTable) -> Heads:
         """Returns query, key and value of every head, the first two turned to their positions."""
-        normal = self.norm(x)
-        if self.query_key_value is None:
-            parts = [f(normal) for f in (self.query, self.key, self.value)]
-        else:
-            parts = jnp.split(self.query_key_value(normal), self.ends, axis=-1)
+        normal = self.normalise(x)
+        parts = [f.after_norm(normal) for f in self.products().readers]
+        if self.query_key_value is not None:
+            parts = jnp.split(parts[0], self.ends, axis=-1)
         query, key, value = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in parts)
         return table.rotate(query), table.rotate(key), value
 
-    def join(
-        self, x: Float[Array, "B T D"], context: Float[Array, "B T N H"]
-    ) -> Float[Array, "B T D"]:
+    def join(self, x: Hidden, context: Float[Array, "B T N H"]) -> Hidden:
         """Adds what the heads have read to the hidden states."""
-        return self.output(context.reshape(*x.shape[:2], -1), residual=x)
+        return self.output.add_to(x, context.reshape(*x.shape[:2], -1))
 
 
-class LlamaMlp(nnx.Module):
+class LlamaMlp(PreNorm):
     """RMSNorm, then the gated MLP SwiGLU (Shazeer 2020), and the residual."""
 
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -281,17 +287,15 @@ class LlamaMlp(nnx.Module):
         self.gate = linear(config.embed_dim, config.mlp_dim, dtype, rngs, use_bias=False)
         self.up = linear(config.embed_dim, config.mlp_dim, dtype, rngs, use_bias=False)
         self.down = linear(config.mlp_dim, config.embed_dim, dtype, rngs, use_bias=False)
-        self.kernels = PLAIN
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def products(self) -> Products:
+        """Returns the products before and after which norms can be folded."""
+        return Products([self.gate, self.up], self.down)
+
+    def __call__(self, x: Hidden) -> Hidden:
         """Transforms every token by itself."""
         with jax.named_scope("mlp"):
-            normal = self.norm(x)
-            if self.kernels.gemm == "pallas":
-                inner = gated_gemm(normal, self.gate.kernel[...], self.up.kernel[...])
-            else:
-                inner = self.gate(normal, activation="silu") * self.up(normal)
-            return self.down(inner, residual=x)
+            return self.down.add_to(x, gated(self.normalise(x), self.gate, self.up))
 
 
 class LlamaLayer(nnx.Module):
@@ -302,9 +306,7 @@ class LlamaLayer(nnx.Module):
         self.attention = LlamaAttention(config, dtype=dtype, rngs=rngs)
         self.mlp = LlamaMlp(config, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Hidden, table: RotaryTable, keys: Keys) -> Hidden:
         """Applies the block."""
         return self.mlp(self.attention(x, table, keys))
 
@@ -373,9 +375,8 @@ class LlamaModel(CausalDecoder[LlamaConfig]):
         table = rotary_table(frequencies, length, position_ids)
         keys = self.prompt_keys(length, attention_mask, packing)
         with jax.named_scope("embeddings"):
-            states = [look_up(self.embeddings, jnp.asarray(input_ids))]
-        for layer in self.layers:
-            states.append(layer(states[-1], table, keys))
+            x = look_up(self.embeddings, jnp.asarray(input_ids))
+        states = run_layers(self.layers, x, table, keys)
         return states if packing is None else [packing.unpack(x) for x in states]
 
     def embed_tokens(

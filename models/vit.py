@@ -20,9 +20,11 @@ from jaxtyping import Array, Float
 from models import layers
 from models.attention import Keys, attention
 from models.errors import ConfigError, InputError
+from models.folding import Hidden
 from models.hf_config import ConfigFields
 from models.kernels import PLAIN
 from models.outputs import register_output
+from models.pre_norm import PreNorm, PreNormMlp, Products, run_layers
 from pallas_kernels.gemm import gemm
 
 Pixels = Float[Array | np.ndarray, "B C height width"]
@@ -207,7 +209,7 @@ class ViTEmbeddings(nnx.Module):
             return x + jnp.broadcast_to(jnp.pad(table, ((0, after), (0, 0))), x.shape)
 
 
-class ViTAttention(nnx.Module):
+class ViTAttention(PreNorm):
     """Norm, bidirectional multi-head attention and residual."""
 
     def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -220,13 +222,19 @@ class ViTAttention(nnx.Module):
         self.output = project()
         self.num_heads = config.num_heads
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def products(self) -> Products:
+        """Returns the products before and after which norms can be folded."""
+        return Products([self.query, self.key, self.value], self.output)
+
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Attends over all tokens."""
         with jax.named_scope("attention"):
-            inner = self.norm(x)
-            query, key, value = (self._heads(f(inner)) for f in (self.query, self.key, self.value))
+            inner = self.normalise(x)
+            query, key, value = (
+                self._heads(f.after_norm(inner)) for f in (self.query, self.key, self.value)
+            )
             context = attention(query, key, value, keys)
-            return self.output(context.reshape(x.shape), residual=x)
+            return self.output.add_to(x, context.reshape(x.shape))
 
     def _heads(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return x.reshape(*x.shape[:2], self.num_heads, -1)
@@ -238,7 +246,7 @@ class ViTLayer(nnx.Module):
     def __init__(self, config: ViTConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
         self.attention = ViTAttention(config, dtype=dtype, rngs=rngs)
-        self.mlp = layers.PreNormMlp(
+        self.mlp = PreNormMlp(
             config.embed_dim,
             config.mlp_dim,
             norm_eps=config.norm_eps,
@@ -247,7 +255,7 @@ class ViTLayer(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
+    def __call__(self, x: Hidden, keys: Keys) -> Hidden:
         """Applies the block."""
         return self.mlp(self.attention(x, keys))
 
@@ -319,10 +327,7 @@ class ViTModel(nnx.Module):
             lengths = jnp.full(pixel_values.shape[0], length, jnp.int32)
             length += padding
         keys = Keys(by=by, lengths=lengths)
-        states = [self.embeddings(pixel_values, length)]
-        for layer in self.layers:
-            states.append(layer(states[-1], keys))
-        return states
+        return run_layers(self.layers, self.embeddings(pixel_values, length), keys)
 
 
 def extract_patches(

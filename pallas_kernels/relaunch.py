@@ -14,7 +14,7 @@ from jaxtyping import Array
 from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.depthwise import depthwise_convolution
-from pallas_kernels.gemm import gated_gemm, gemm
+from pallas_kernels.gemm import gated_gemm, gemm, gemm_for_norm, normed_gemm
 from pallas_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pallas_kernels.operation import arguments_of
 
@@ -26,6 +26,8 @@ _FUNCTIONS = {
         depthwise_convolution,
         gated_gemm,
         gemm,
+        gemm_for_norm,
+        normed_gemm,
         add_layer_norm,
         add_rms_norm,
         layer_norm,

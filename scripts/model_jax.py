@@ -54,6 +54,7 @@ VARIANTS = {
     "gemm, norm": (replace(LIBRARY, gemm="pallas", norm="pallas"), NO_TRITON),
     "all kernels": (PALLAS, NO_TRITON),
     "with_kernels": (HOPPER, NO_TRITON),
+    "folded norms": (replace(HOPPER, norm="folded"), NO_TRITON),
 }
 
 

@@ -38,6 +38,7 @@ PALLAS = Kernels(
     gemm="pallas",
     norm="pallas",
 )
+FOLDED = dataclasses.replace(PALLAS, norm="folded")
 FIXTURES = {
     "bert": "bert",
     "bert_default": "bert",
@@ -95,17 +96,29 @@ def launches(name, kernels):
     return Counter(re.findall(r"pbjax_[a-z_]+", text)), text.count("mosaic_gpu")
 
 
+def operations(name, kernels):
+    """How often each kernel stands in the program of a small model as it is traced for an H200."""
+    model, inputs = full_width(name)
+    graphdef, state = nnx.split(with_kernels(model, kernels))
+    with use_abstract_mesh(H200):
+        jaxpr = jax.make_jaxpr(lambda s, *x: nnx.merge(graphdef, s)(*x))(state, *inputs)
+    return Counter(
+        e.params["name"] for e in jaxpr.jaxpr.eqns if e.primitive.name == "pallas_kernel"
+    )
+
+
 def random_mask(generator, batch_size, length):
     mask = generator.integers(0, 2, (batch_size, length))
     mask[:, length // 2] = 1
     return mask
 
 
+@pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
 @pytest.mark.parametrize("name", FIXTURES)
-def test_values_agree_with_transformers(name):
+def test_values_agree_with_transformers(name, kernels):
     family = importlib.import_module(models.FAMILIES[FIXTURES[name]]).FAMILY
     plain = family.probe
-    probed = dataclasses.replace(family, probe=lambda m, x: plain(with_kernels(m, PALLAS), x))
+    probed = dataclasses.replace(family, probe=lambda m, x: plain(with_kernels(m, kernels), x))
     model, reference = models.load(DATA / name), read_reference(DATA / name / "reference.npz")
     errors = errors_against(probed, model.config, model, reference)
     assert {point: error for point, error in errors.items() if not error <= TOLERANCE} == {}
@@ -123,16 +136,35 @@ def test_values_agree_with_transformers(name):
     ],
 )
 def test_every_family_lowers_to_kernels(name, expected):
-    model, inputs = full_width(name)
-    graphdef, state = nnx.split(with_kernels(model, PALLAS))
-    with use_abstract_mesh(H200):
-        jaxpr = jax.make_jaxpr(lambda s, *x: nnx.merge(graphdef, s)(*x))(state, *inputs)
-    found = Counter(
-        e.params["name"] for e in jaxpr.jaxpr.eqns if e.primitive.name == "pallas_kernel"
-    )
-    assert found == expected
+    assert operations(name, PALLAS) == expected
     _, calls = launches(name, PALLAS)
     assert calls
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vit", {"gemm": 1, "attention": 2, "layer_norm": 1}),
+        ("gpt2", {"attention": 2, "layer_norm": 1}),
+        ("bloom", {"attention": 2, "layer_norm": 2}),
+        ("llama", {"attention": 2, "rms_norm": 1}),
+    ],
+)
+def test_folded_norms_leave_the_last_one_and_those_outside_layers(name, expected):
+    found = operations(name, FOLDED)
+    products = {kind: found.pop(kind) for kind in ("normed_gemm", "gemm_for_norm")}
+    assert products == {"normed_gemm": 4 if name == "llama" else 8, "gemm_for_norm": 4}
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["bert", "conformer"])
+def test_norms_that_are_not_folded_are_kernels(name):
+    assert operations(name, FOLDED) == operations(name, PALLAS)
+
+
+def test_folded_norms_need_products_by_kernels():
+    with pytest.raises(models.InputError, match="gemm is 'pallas'"):
+        dataclasses.replace(FOLDED, gemm="xla")
 
 
 @pytest.mark.parametrize(("by", "in_memory"), [("pallas", False), ("xla", True)])
@@ -248,10 +280,11 @@ def test_a_lengthened_table_scores_and_looks_up_the_same_tokens():
     assert np.isnan(longer.embeddings(ids, None)[0, 2:]).all()
 
 
+@pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
 @pytest.mark.parametrize("name", ["bert", "vit", "conformer", "gpt2", "bloom", "llama"])
-def test_the_engine_finds_the_layers_of_a_model_with_kernels(name):
+def test_the_engine_finds_the_layers_of_a_model_with_kernels(name, kernels):
     model, inputs = full_width(name)
     inputs = [jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype) for x in inputs]
     with use_abstract_mesh(H200):
-        found = analyse(with_kernels(model, PALLAS), inputs, device=find_device("NVIDIA H200"))
+        found = analyse(with_kernels(model, kernels), inputs, device=find_device("NVIDIA H200"))
     assert found.outline.num_blocks == model.config.num_layers

@@ -64,12 +64,12 @@ def gemm(
     ctas = dispatch.check_sm_budget("gemm", sm_budget)
     residuals = None if residual is None else [residual]
     epilogue = Epilogue(activation=activation, scale=scale)
-    run = functools.partial(_run, [x], (w,), bias, residuals, epilogue, ctas, tile)
+    run = functools.partial(run_groups, [x], (w,), bias, residuals, epilogue, ctas, tile)
     return dispatch.dispatch(
         "gemm",
         implementation,
         {
-            "mosaic_gpu": _where_best("gemm", [x], (w,), implementation, lambda: run()[0]),
+            "mosaic_gpu": where_best("gemm", [x], (w,), implementation, lambda: run()[0]),
             "xla": lambda: xla.gemm(x, w, bias, residual, activation=activation, scale=scale),
         },
         {
@@ -117,12 +117,12 @@ def gated_gemm(
     _check_like("w_gate", w_gate, w.shape, x)
     ctas = dispatch.check_sm_budget("gated_gemm", sm_budget)
     epilogue = Epilogue(activation=activation, gated=True)
-    run = functools.partial(_run, [x], (w_gate, w), None, None, epilogue, ctas, tile)
+    run = functools.partial(run_groups, [x], (w_gate, w), None, None, epilogue, ctas, tile)
     return dispatch.dispatch(
         "gated_gemm",
         implementation,
         {
-            "mosaic_gpu": _where_best(
+            "mosaic_gpu": where_best(
                 "gated_gemm", [x], (w_gate, w), implementation, lambda: run()[0]
             ),
             "xla": lambda: xla.gated_gemm(x, w_gate, w, activation=activation),
@@ -179,7 +179,7 @@ def grouped_gemm(
     gated = w_gate is not None
     epilogue = Epilogue(activation=activation, gated=gated, scale=scale)
     weights = (w_gate, w) if gated else (w,)
-    run = functools.partial(_run, list(xs), weights, bias, residuals, epilogue, ctas, tile)
+    run = functools.partial(run_groups, list(xs), weights, bias, residuals, epilogue, ctas, tile)
 
     def by_xla():
         if gated:
@@ -195,14 +195,14 @@ def grouped_gemm(
         "grouped_gemm",
         implementation,
         {
-            "mosaic_gpu": _where_best("grouped_gemm", xs, weights, implementation, run),
+            "mosaic_gpu": where_best("grouped_gemm", xs, weights, implementation, run),
             "xla": by_xla,
         },
         options,
     )
 
 
-def _where_best(kernel, xs, weights, implementation, run):
+def where_best(kernel, xs, weights, implementation, run):
     """What the kernel does: unless it was named, refuse other devices and too few tiles."""
 
     def attempt():
@@ -220,8 +220,10 @@ def _where_best(kernel, xs, weights, implementation, run):
     return attempt
 
 
-def _run(xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile | None):
-    """The results of one launch, one for each input."""
+def run_groups(
+    xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile | None, row_scales=None
+):
+    """The results of one launch, one for each input, then their moments if asked for."""
     k, n = weights[0].shape
     shapes = [x.shape[:-1] for x in xs]
     rows = [math.prod(shape) for shape in shapes]
@@ -234,6 +236,7 @@ def _run(xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile
             heavy=residuals is not None or epilogue.activation is not None,
             ctas=ctas,
             num_sms=dispatch.num_sms(),
+            moments=epilogue.moments,
         )
     results = _matmul(
         tuple(_padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
@@ -242,12 +245,14 @@ def _run(xs, weights, bias, residuals, epilogue: Epilogue, ctas: int, tile: Tile
         None
         if residuals is None
         else tuple(_padded(r.reshape(m, n)) for r, m in zip(residuals, rows, strict=True)),
+        None if row_scales is None else tuple(a.reshape(-1) for a in row_scales),
         epilogue=epilogue,
         tile=tile,
         ctas=ctas,
         name="pbjax_gated_gemm" if epilogue.gated else "pbjax_gemm",
     )
-    return [y[:m].reshape(*s, n) for y, m, s in zip(results, rows, shapes, strict=True)]
+    found = [y[:m].reshape(*s, n) for y, m, s in zip(results, rows, shapes, strict=False)]
+    return [*found, *results[len(xs) :]]
 
 
 def _padded(x):

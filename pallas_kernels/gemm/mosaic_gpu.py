@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.gemm import rows
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.mosaic import plgpu
 
@@ -122,6 +123,11 @@ class Tile:
         return 2 * (ring + pieces + CONSUMERS * self.tile_n) + 1024
 
     @property
+    def moment_bytes(self) -> int:
+        """Shared memory that moments of a tile of each warpgroup take beside that."""
+        return CONSUMERS * 2 * 4 * self.tile_m * self.tile_n // PIECE
+
+    @property
     def narrow_n(self) -> int:
         """Columns of a narrow tile."""
         return self.tile_n - PIECE
@@ -129,11 +135,15 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """What happens to x @ w before it is stored: residual + scale * activation(x @ w + bias)."""
+    """What happens to x @ w before it is stored: residual + scale * activation(x @ w + bias).
+
+    With `moments` mean and squared deviations of each piece of a row are stored beside it.
+    """
 
     activation: Activation | None = None
     gated: bool = False
     scale: float = 1.0
+    moments: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +242,17 @@ class Plan:
         return found
 
     @property
+    def moment_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """For each input, by turns mean and squared deviations of each piece of its rows."""
+        ms = self.ms if self.epilogue.moments else ()
+        return tuple(jax.ShapeDtypeStruct((2 * self.n // PIECE, m), jnp.float32) for m in ms)
+
+    def covered_rows(self, m: int) -> int:
+        """Rows of the tiles that m rows fall into."""
+        step = self.tile.block_m * self.cluster_m
+        return pl.cdiv(m, step) * step
+
+    @property
     def total(self) -> int:
         """Tiles, or clusters of them, of all segments."""
         return self.segments[-1].end
@@ -267,12 +288,15 @@ class Refs:
     weights: tuple[Any, ...]
     bias: Any
     residuals: Any
+    row_scales: Any
     outs: tuple[Any, ...]
+    moments: Any
     x_slots: Any
     w_slots: tuple[Any, ...]
     narrow_slots: tuple[Any, ...]
     out_slots: Any
     bias_slots: Any
+    moment_slots: Any
     full: Any
     empty: Any
     bias_arrived: Any
@@ -284,29 +308,37 @@ def matmul(
     weights: tuple[Float[Array, "K N"], ...],
     bias: Float[Array, " N"] | None,
     residuals: tuple[Float[Array, "_ N"], ...] | None,
+    row_scales: tuple[Float[Array, " _"], ...] | None = None,
     *,
     epilogue: Epilogue,
     tile: Tile,
     ctas: int,
     name: str = "pbjax_gemm",
     emulated: bool = False,
-) -> tuple[Float[Array, "_ N"], ...]:
-    """Runs the kernel on `ctas` SMs. `weights` is (w,), or (w_gate, w) for a gated product."""
+) -> tuple[Array, ...]:
+    """Runs the kernel on `ctas` SMs; returns the results, then their moments if asked for.
+
+    `weights` is (w,), or (w_gate, w) for a gated product. `row_scales` multiply the rows of each
+    product, before the bias.
+    """
     plan = make_plan(xs, weights[0], epilogue, tile, ctas)
     plan = dataclasses.replace(plan, emulated=emulated)
     operands = [*xs, *weights, *([] if bias is None else [bias]), *(residuals or ())]
-    absent = (bias is None, residuals is None)
+    for scales in row_scales or ():  # Read without TMA, which would clip them.
+        operands.append(jnp.pad(scales, (0, plan.covered_rows(scales.size) - scales.size)))
+    absent = (bias is None, residuals is None, row_scales is None)
+    results = tuple(jax.ShapeDtypeStruct((m, plan.n), xs[0].dtype) for m in plan.ms)
     return launch(
         lambda *refs: run_cta(plan, name_refs(plan, refs, *absent)),
         plan,
         operands,
-        tuple(jax.ShapeDtypeStruct((m, plan.n), xs[0].dtype) for m in plan.ms),
+        (*results, *plan.moment_types),
         scratch(plan, xs[0].dtype, residuals is not None),
         name,
     )
 
 
-def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) -> Refs:
+def name_refs(plan: Plan, refs, no_bias=True, no_residual=True, no_row_scale=True) -> Refs:
     """Gives the references of a launch, operands, results and scratch, their names."""
     remaining, groups = iter(refs), len(plan.ms)
 
@@ -316,7 +348,9 @@ def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) 
     xs, weights = take(groups), take(plan.weights)
     bias = None if no_bias else next(remaining)
     residuals = None if no_residual else take(groups)
-    outs, x_slots, w_slots = take(groups), next(remaining), take(plan.weights)
+    row_scales = None if no_row_scale else take(groups)
+    outs, moments = take(groups), take(groups) if plan.epilogue.moments else None
+    x_slots, w_slots = next(remaining), take(plan.weights)
     narrow_slots = ()
     if plan.tile.narrow_cols and plan.emulated:
         narrow_slots = take(plan.weights)
@@ -327,12 +361,15 @@ def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) 
         weights=weights,
         bias=bias,
         residuals=residuals,
+        row_scales=row_scales,
         outs=outs,
+        moments=moments,
         x_slots=x_slots,
         w_slots=w_slots,
         narrow_slots=narrow_slots,
         out_slots=next(remaining),
         bias_slots=next(remaining),
+        moment_slots=next(remaining) if plan.epilogue.moments else None,
         full=next(remaining),
         empty=next(remaining),
         bias_arrived=next(remaining),
@@ -343,6 +380,9 @@ def name_refs(plan: Plan, refs, no_bias: bool = True, no_residual: bool = True) 
 def launch(body, plan: Plan, operands, out_type, scratch_types, name: str, threads: int = 3):
     """Launches body on the plan's CTAs, in clusters where the tile asks for them."""
     clusters = plan.cluster_m * plan.cluster_n
+    params = plgpu.CompilerParams(approx_math=True)
+    if plan.epilogue.moments:  # Sums of a row stay in a warp: no room is left for others.
+        params = dataclasses.replace(params, reduction_scratch_bytes=0)
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -353,7 +393,7 @@ def launch(body, plan: Plan, operands, out_type, scratch_types, name: str, threa
         cluster_names=("cluster",) if clusters > 1 else (),
         num_threads=threads,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=params,
         kernel_name=name,
     )(*operands)
 
@@ -373,11 +413,13 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
         narrow = [plgpu.SMEM((depth, rows, tile.narrow_n), dtype)] * plan.weights
         both = zip(w_slots, narrow, strict=True)
         w_slots = w_slots + narrow if plan.emulated else [plgpu.RefUnion(*pair) for pair in both]
+    moments = plgpu.SMEM((CONSUMERS, 2 * tile.tile_n // PIECE, tile.tile_m), jnp.float32)
     slots = [
         plgpu.SMEM((depth, tile.block_m, tile.tile_k), dtype),
         *w_slots,
         plgpu.SMEM((CONSUMERS, tile.store_slots, PIECE, PIECE), dtype),
         plgpu.SMEM((CONSUMERS, tile.tile_n), dtype),
+        *[moments] * plan.epilogue.moments,
         plgpu.Barrier(
             num_arrivals=1 + plan.weights,
             num_barriers=depth * (CONSUMERS if plan.pingpong else 1),
@@ -486,11 +528,14 @@ def multiply_tile(plan: Plan, refs: Refs, segment: Segment, wg, worker, turn) ->
     if refs.residuals is not None:
         for piece in range(min(tile.store_slots, len(plan.pieces(segment.width)))):
             fetch_residual(plan, refs, segment, wg, row, col, piece)
+    row_scales = []
+    if refs.row_scales is not None:
+        row_scales = rows.load_scales(refs.row_scales[segment.group], row, tile.tile_m, PIECE)
     products = pl.run_scoped(
         lambda *accs: accumulate(plan, refs, segment, accs, wg, i),
         *[plgpu.ACC((tile.tile_m, segment.width))] * plan.weights,
     )
-    store(plan, refs, segment, products, wg, row, col)
+    store(plan, refs, segment, products, row_scales, wg, row, col)
 
 
 def accumulate(plan: Plan, refs: Refs, segment: Segment, accs, wg, i):
@@ -517,7 +562,7 @@ def accumulate(plan: Plan, refs: Refs, segment: Segment, accs, wg, i):
     return products
 
 
-def store(plan: Plan, refs: Refs, segment: Segment, products, wg, row, col) -> None:
+def store(plan: Plan, refs: Refs, segment: Segment, products, row_scales, wg, row, col) -> None:
     """Epilogue and store of one tile, piece by piece."""
     slots, pieces = plan.tile.store_slots, plan.pieces(segment.width)
     if refs.bias is not None:
@@ -529,9 +574,13 @@ def store(plan: Plan, refs: Refs, segment: Segment, products, wg, row, col) -> N
         elif piece >= slots:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         out_slot = refs.out_slots.at[wg, slot]
-        out_slot[...] = finish(
-            plan, refs, [y[r : r + PIECE, c : c + PIECE] for y in products], (wg, c), out_slot
-        ).astype(out_slot.dtype)
+        parts = [y[r : r + PIECE, c : c + PIECE] for y in products]
+        if row_scales:
+            parts = rows.scale_rows(parts, row_scales[r // PIECE])
+        out_slot[...] = finish(plan, refs, parts, (wg, c), out_slot).astype(out_slot.dtype)
+        if refs.moments is not None:
+            kept = refs.moment_slots.at[wg, pl.ds(2 * c // PIECE, 2), pl.ds(r, PIECE)]
+            rows.keep_moments(out_slot, kept)
         plgpu.commit_smem()
         target = refs.outs[segment.group].at[pl.ds(row + r, PIECE), pl.ds(col + c, PIECE)]
         plgpu.copy_smem_to_gmem(out_slot, target)
@@ -541,6 +590,9 @@ def store(plan: Plan, refs: Refs, segment: Segment, products, wg, row, col) -> N
         if refs.residuals is not None and slots <= upcoming < len(pieces):
             plgpu.wait_smem_to_gmem(min(1, slots - 1), wait_read_only=True)
             fetch_residual(plan, refs, segment, wg, row, col, upcoming)
+    if refs.moments is not None:
+        kept = refs.moment_slots.at[wg, pl.ds(0, 2 * min(segment.width, plan.n) // PIECE)]
+        rows.store_moments(kept, refs.moments[segment.group], row, col, PIECE)
 
 
 def finish(plan: Plan, refs: Refs, products, place, residual):
@@ -630,6 +682,11 @@ def make_plan(xs, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
         raise ValueError(
             f"gemm(tile={tile}): {tile.weights} weights; a gated product has 2, any other 1; "
             "choose a tile for as many"
+        )
+    if epilogue.moments and tile.smem_bytes + tile.moment_bytes > SMEM_BYTES:
+        raise ValueError(
+            f"gemm(tile={tile}): with moments it needs {tile.smem_bytes + tile.moment_bytes} bytes "
+            f"of shared memory; an SM has {SMEM_BYTES}; lower store_slots or pipeline_depth"
         )
     if tile.cluster is not None and ctas < 2:
         raise NotImplementedError(

@@ -35,6 +35,32 @@ def gated_gemm(
     return activate(_product(x, w_gate), activation) * _product(x, w)
 
 
+def normed_gemm(
+    x: Float[Array, "*B K"],
+    row_scale: Float[Array, "*B"],
+    w: Float[Array, "K N"],
+    *,
+    w_gate: Float[Array, "K N"] | None = None,
+    bias: Float[Array, " N"] | None = None,
+    activation: Activation | None = None,
+) -> Float[Array, "*B N"]:
+    """activation(row_scale * (x @ w) + bias), or with a gate, in float32."""
+    y = _product(x, w) * row_scale[..., None]
+    if w_gate is not None:
+        return activate(_product(x, w_gate) * row_scale[..., None], activation) * y
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return activate(y, activation)
+
+
+def row_scale(x: Float[Array, "*B D"], *, eps: float, centred: bool) -> Float[Array, "*B"]:
+    """1 / sqrt(variance + eps) of each row, of RMSNorm the mean of squares, in float32."""
+    x = x.astype(jnp.float32)
+    if centred:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return 1 / jnp.sqrt(jnp.mean(x * x, axis=-1) + eps)
+
+
 def activate(y: Float[Array, "*B"], activation: Activation | None) -> Float[Array, "*B"]:
     """Applies an activation by its name, as jax.nn defines it."""
     match activation:

@@ -60,6 +60,8 @@ CONFORMER = [
     ),
 ]
 SHAPES = [*BERT, *VIT, *GPT2, *BLOOM, *LLAMA, *DECODE, *CONFORMER]
+# A residual's result goes to a norm, and what has none reads one.
+PRE_NORM = [*VIT, *GPT2, *BLOOM, *LLAMA, *DECODE[:4]]
 
 # Sub-batches that share the weight of one GEMM: their rows, and the GEMM of all of them.
 GROUPED = [

@@ -91,6 +91,7 @@ def tile_for(
     heavy: bool,
     ctas: int,
     num_sms: int,
+    moments: bool = False,
 ) -> Tile:
     """Chooses the tile with the shortest predicted time.
 
@@ -105,11 +106,20 @@ def tile_for(
       heavy: Whether the epilogue adds a residual or applies an activation.
       ctas: SMs to fill.
       num_sms: SMs of the device.
+      moments: Whether those of the result are kept, in the room of some of its buffers.
 
     Returns:
       The tile.
     """
-    return _best(ms, n, k, gated=gated, heavy=heavy, ctas=ctas, num_sms=num_sms)[0].tile
+    candidates = _GATED if gated else _PLAIN
+    if moments:
+        candidates = tuple(c for c in _PLAIN if c.tile.schedule == "pingpong")
+    tile = _best(candidates, ms, n, k, heavy=heavy, ctas=ctas, num_sms=num_sms)[0].tile
+    if not moments:
+        return tile
+    # By ptxas: beside narrow tiles three buffers spill registers where there is no bias.
+    buffers = 2 if tile.narrow_cols else 3
+    return dataclasses.replace(tile, store_slots=min(tile.store_slots, buffers))
 
 
 def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int) -> bool:
@@ -138,17 +148,25 @@ def predicted_s(
     ms: tuple[int, ...], n: int, k: int, *, gated: bool, heavy: bool, ctas: int, num_sms: int
 ) -> float:
     """Seconds of the GEMM with the tile that `tile_for` chooses, from the same arguments."""
-    return 1e-6 * _best(ms, n, k, gated=gated, heavy=heavy, ctas=ctas, num_sms=num_sms)[1]
+    candidates = _GATED if gated else _PLAIN
+    return 1e-6 * _best(candidates, ms, n, k, heavy=heavy, ctas=ctas, num_sms=num_sms)[1]
 
 
 def _best(
-    ms: tuple[int, ...], n: int, k: int, *, gated: bool, heavy: bool, ctas: int, num_sms: int
+    candidates: tuple[_Candidate, ...],
+    ms: tuple[int, ...],
+    n: int,
+    k: int,
+    *,
+    heavy: bool,
+    ctas: int,
+    num_sms: int,
 ) -> tuple[_Candidate, float]:
     """The candidate with the shortest predicted time, and that time in microseconds."""
     clusters = ctas == num_sms and ctas % 2 == 0
     times = [
         (candidate, predicted_time(candidate, ms, n, k, heavy=heavy, ctas=ctas))
-        for base in (_GATED if gated else _PLAIN)
+        for base in candidates
         if pl.cdiv(k, base.tile.tile_k) >= base.least_steps
         for tile in _variants(base.tile, n, clusters)
         for candidate in [dataclasses.replace(base, tile=tile)]

@@ -1,6 +1,7 @@
 """The GEMMs as XLA runs them: a library product in the dtype of x, and what XLA fuses around it."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.activations import Activation
@@ -35,3 +36,32 @@ def gated_gemm(
 ) -> Float[Array, "*B N"]:
     """activation(x @ w_gate) * (x @ w), each result rounded to the dtype of x."""
     return activate(jnp.matmul(x, w_gate), activation) * jnp.matmul(x, w)
+
+
+def normed_gemm(
+    x: Float[Array, "*B K"],
+    row_scale: Float[Array, "*B"],
+    weights: tuple[Float[Array, "K N"], ...],
+    bias: Float[Array, " N"] | None,
+    *,
+    activation: Activation | None,
+) -> Float[Array, "*B N"]:
+    """activation(row_scale * (x @ w) + bias), or gated, in float32 and rounded once.
+
+    Products before the scale may be beyond what float16 holds.
+    """
+    *gate, y = (
+        jnp.matmul(x, w, preferred_element_type=jnp.float32) * row_scale[..., None] for w in weights
+    )
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+    y = activate(gate[0], activation) * y if gate else activate(y, activation)
+    return y.astype(x.dtype)
+
+
+def row_scale(x: Float[Array, "*B D"], *, eps: float, centred: bool) -> Float[Array, "*B"]:
+    """1 / sqrt(variance + eps) of rows in float32, or of the mean of squares."""
+    x = x.astype(jnp.float32)
+    if centred:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
