@@ -85,6 +85,19 @@ def test_a_product_alone_takes_what_the_table_of_its_tiles_says():
     )
 
 
+# Of out and down of LLaMA3-8B, microseconds of cuBLASLt: docs/kernels.md.
+@pytest.mark.parametrize(
+    ("rows", "k", "measured_us"),
+    [
+        *((64, 4_096, 11.2), (128, 4_096, 13.7), (256, 4_096, 15.8)),
+        *((64, 14_336, 30.7), (128, 14_336, 35.2), (256, 14_336, 48.6)),
+    ],
+)
+def test_a_product_of_few_tiles_takes_what_the_library_does(rows, k, measured_us):
+    found = costs.alone_s(product(rows, k, 4_096), PEAK)
+    assert found == pytest.approx(1e-6 * measured_us, rel=0.12)
+
+
 def test_bytes_of_a_paged_cache_are_those_of_its_table():
     layer = dataclasses.replace(DECODE_LAYERS[0], num_keys=64)
     paged = attention(layer, 8).arguments | {"page_table": shape(8, 4)}

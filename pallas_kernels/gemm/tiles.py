@@ -134,14 +134,17 @@ def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms:
       gated: Whether two weights are multiplied.
       num_sms: SMs of the device.
     """
-    rows, weights = sum(ms), 1 + gated
-    if rows <= FEW_ROWS:
+    if sum(ms) <= FEW_ROWS:
         return True
-    moved = 2 * (weights * n * k + rows * (n + k))
-    flops = 2 * rows * n * k * weights
-    library_s = LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / LIBRARY_FLOPS_PER_S)
     ours_s = predicted_s(ms, n, k, gated=gated, heavy=False, ctas=num_sms, num_sms=num_sms)
-    return ours_s > SLOWER * library_s
+    return ours_s > SLOWER * library_s(sum(ms), n, k, gated=gated)
+
+
+def library_s(m: int, n: int, k: int, *, gated: bool) -> float:
+    """Seconds of a product as XLA runs it, with what follows."""
+    weights = 1 + gated
+    moved, flops = 2 * (weights * n * k + m * (n + k)), 2 * m * n * k * weights
+    return LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / LIBRARY_FLOPS_PER_S)
 
 
 def predicted_s(
