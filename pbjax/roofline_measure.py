@@ -15,10 +15,11 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -271,6 +272,48 @@ def _seconds_by_place(
     return found
 
 
+class _Instruction(NamedTuple):
+    """A line of a compiled program.
+
+    Attributes:
+      computation: That it is in.
+      name: Of what it computes.
+      kind: Its operation.
+      operands: Names of what it reads.
+      body: Computation that it calls; empty if none.
+      stage: Number of its scope's stage; None without.
+      argument: Name of the argument that it is; empty if none.
+    """
+
+    computation: str
+    name: str
+    kind: str
+    operands: list[str]
+    body: str
+    stage: int | None
+    argument: str
+
+
+def _instructions(text: str) -> Iterator[_Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            computation = head.group(1)
+        elif instruction := _INSTRUCTION.match(line):
+            name, kind, operands = instruction.groups()
+            scope, body = _SCOPE.search(line), _BODY.search(line)
+            argument = _ARGUMENT.search(line) if kind == "parameter" else None
+            yield _Instruction(
+                computation=computation,
+                name=name,
+                kind=kind,
+                operands=_NAME.findall(operands),
+                body=body.group(1) if body else "",
+                stage=int(scope.group(1)) if scope else None,
+                argument=argument.group(1) if argument else "",
+            )
+
+
 def instruction_stages(text: str, arguments: Mapping[str, int] | None = None) -> dict[str, int]:
     """Number of the stage of each instruction of a compiled program.
 
@@ -278,41 +321,35 @@ def instruction_stages(text: str, arguments: Mapping[str, int] | None = None) ->
       text: The program as XLA prints it, with the scopes of `MARK`.
       arguments: Number of the only stage that reads an argument, by its name in the program.
     """
-    arguments = arguments or {}
-    own: dict[str, int] = {}
-    bodies: dict[str, str] = {}
-    products: dict[str, int] = {}
-    nameless: set[str] = set()
+    found = list(_instructions(text))
+    own = {i.name: i.stage for i in found if i.stage is not None}
+    bodies = {i.name: i.body for i in found if i.body}
     inside: dict[str, Counter[int]] = {}
-    reading: dict[str, int] = {}  # An argument, or a view of one.
-    following: dict[str, int] = {}  # What has no scope, and is made of such.
-    computation = ""
-    for line in text.splitlines():
-        if head := _COMPUTATION.match(line):
-            computation = head.group(1)
-        elif instruction := _INSTRUCTION.match(line):
-            name, kind, operands = instruction.groups()
-            if scope := _SCOPE.search(line):
-                own[name] = int(scope.group(1))
-                inside.setdefault(computation, Counter())[own[name]] += 1
-            if kind in _PRODUCTS and name in own:
-                products[computation] = own[name]
-            elif kind in _PRODUCTS:
-                nameless.add(computation)
-            if body := _BODY.search(line):
-                bodies[name] = body.group(1)
-            before = _NAME.findall(operands)
-            weights = [reading[n] for n in before if n in reading]
-            origins = weights or [following[n] for n in before if n in following]
-            argument = _ARGUMENT.search(line) if kind == "parameter" else None
-            if argument and argument.group(1) in arguments:
-                reading[name] = arguments[argument.group(1)]
-            elif kind in _VIEWS and weights:
-                reading[name] = weights[0]
-            elif name not in own and origins:
-                following[name] = origins[0]
+    for i in found:
+        if i.stage is not None:
+            inside.setdefault(i.computation, Counter())[i.stage] += 1
     most = {name: count.most_common(1)[0][0] for name, count in inside.items()}
+    products = [i for i in found if i.kind in _PRODUCTS]
+    named = {i.computation: i.stage for i in products if i.stage is not None}
+    nameless = {i.computation for i in products if i.stage is None}
+    following = _following(found, arguments or {})
     guessed = {name: most[body] for name, body in bodies.items() if body in most}
-    fused = {name: products[body] for name, body in bodies.items() if body in products}
     lost = {n: following[n] for n, body in bodies.items() if body in nameless and n in following}
+    fused = {name: named[body] for name, body in bodies.items() if body in named}
     return following | guessed | lost | own | fused
+
+
+def _following(found: Iterable[_Instruction], arguments: Mapping[str, int]) -> dict[str, int]:
+    """Stages of what has no scope, but reads an argument of one stage, or what follows from it."""
+    reading: dict[str, int] = {}  # An argument, or a view of one.
+    following: dict[str, int] = {}
+    for i in found:
+        weights = [reading[name] for name in i.operands if name in reading]
+        origins = weights or [following[name] for name in i.operands if name in following]
+        if i.argument in arguments:
+            reading[i.name] = arguments[i.argument]
+        elif i.kind in _VIEWS and weights:
+            reading[i.name] = weights[0]
+        elif i.stage is None and origins:
+            following[i.name] = origins[0]
+    return following
