@@ -211,6 +211,8 @@ class BloomAttention(PreNorm):
 
     def arrange_weights(self) -> None:
         """Holds the weights of query, key and value apart."""
+        if self.parts is not None:
+            return
         joined, heads = self.query_key_value, self.num_heads
         columns = np.arange(joined.out_features).reshape(heads, 3, -1)
         self.parts = nnx.List([part_of(joined, columns[:, i].reshape(-1)) for i in range(3)])

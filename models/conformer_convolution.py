@@ -85,6 +85,8 @@ class ConformerConvolution(nnx.Module):
 
     def arrange_weights(self) -> None:
         """Folds the BatchNorm, and cuts value from gate if no bias is in the way of one kernel."""
+        if self.folded is not None:
+            return
         bias = None if self.depthwise_bias is None else self.depthwise_bias[...]
         kernel = self.depthwise[...]
         self.folded = FoldedConvolution(kernel, bias, self.batch_norm, self.activation)

@@ -193,6 +193,8 @@ class GPT2Attention(PreNorm):
 
     def arrange_weights(self) -> None:
         """Holds the weights of query, key and value apart."""
+        if self.parts is not None:
+            return
         dim = self.query_key_value.in_features
         columns = (slice(start, start + dim) for start in range(0, 3 * dim, dim))
         self.parts = nnx.List([part_of(self.query_key_value, part) for part in columns])

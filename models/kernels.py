@@ -67,15 +67,23 @@ class Arranges(Protocol):
     """A module whose checkpoint holds weights otherwise than kernels want them."""
 
     def arrange_weights(self) -> None:
-        """Replaces them by what kernels want: parts of a joined weight, a table of even length."""
+        """Replaces them by what kernels want: parts of a joined weight, a table of even length.
+
+        Weights that were replaced before stay as they are.
+        """
 
 
 @runtime_checkable
 class Folds(Protocol):
     """A module with a norm that can be folded into its products."""
 
+    @property
+    def has_folded(self) -> bool:
+        """Whether the norm is folded already."""
+        ...
+
     def fold_norms(self) -> None:
-        """Replaces the norm, and the weights that it goes into."""
+        """Replaces the norm, and the weights that it goes into; once."""
 
 
 def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
@@ -96,17 +104,27 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
 
     Returns:
       A module that is called in the same way and returns the same up to rounding.
+
+    Raises:
+      InputError: The model's norms are folded already, and others are asked for.
     """
     if kernels is None:
         kernels = HOPPER if targets_hopper() else PLAIN
     copy = nnx.merge(*nnx.split(model))
+    modules = [module for _, module in nnx.iter_modules(copy)]
+    folds = [module for module in modules if isinstance(module, Folds)]
+    if kernels.norm != "folded" and any(module.has_folded for module in folds):
+        raise InputError(
+            f"with_kernels(Kernels(norm={kernels.norm!r})): the model's norms are folded into its"
+            " products, which cannot be undone; norm='folded' is possible; give the model as it"
+            " was loaded"
+        )
     if kernels != PLAIN:
-        for _, module in list(nnx.iter_modules(copy)):
+        for module in modules:
             if isinstance(module, Arranges):
                 module.arrange_weights()
     if kernels.norm == "folded":
-        for _, module in list(nnx.iter_modules(copy)):
-            if isinstance(module, Folds):
-                module.fold_norms()
+        for module in folds:
+            module.fold_norms()
     copy.set_attributes(kernels=kernels)
     return copy

@@ -1,8 +1,7 @@
 """LLaMA 3, 3.1 and 3.2 decoders: Dubey et al. 2024, as Hugging Face's modeling_llama.py has them.
 
 In this file: configuration and modules; `models.decoder` adds prefill and decode over a cache,
-`models.llama_checkpoint` has the names of the files. Not here: biases, dropout, the layout of
-Meta's own files.
+`models.llama_checkpoint` has the names of the files. Not here: biases, dropout, Meta's own layout.
 """
 
 import dataclasses
@@ -249,8 +248,9 @@ class LlamaAttention(PreNorm):
 
     def arrange_weights(self) -> None:
         """Joins the weights of query, key and value: few rows do not fill a GPU with each alone."""
-        self.query_key_value = joined([self.query, self.key, self.value])
-        del self.query, self.key, self.value
+        if self.query_key_value is None:
+            self.query_key_value = joined([self.query, self.key, self.value])
+            del self.query, self.key, self.value
 
     def products(self) -> Products:
         """Returns the products before and after which norms can be folded."""

@@ -50,6 +50,11 @@ class PreNorm(nnx.Module):
         """Returns the products before and after which norms can be folded."""
         raise NotImplementedError
 
+    @property
+    def has_folded(self) -> bool:
+        """Whether the norm is folded already."""
+        return isinstance(self.norm, FoldedNorm)
+
     def fold_norms(self) -> None:
         """Folds the norm into the products that read it."""
         if isinstance(self.norm, FoldedNorm):

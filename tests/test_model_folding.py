@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.errors import InputError
 from models.folding import FoldedNorm, fold, values_of
-from models.kernels import Kernels, with_kernels
+from models.kernels import PLAIN, Kernels, with_kernels
 from models.layers import layer_norm, linear
 from pallas_kernels.gemm import ScaledRows
 
@@ -78,6 +79,13 @@ def test_decode_with_folded_norms_gives_the_scores_of_the_plain_forward_pass(nam
     for found, column in ((held, 6), (output, 7)):
         error = np.abs(found.logits[:, 0] - wanted[:, column]).max()
         assert error <= 2e-5 * np.std(wanted)
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, Kernels(gemm="pallas", norm="pallas")])
+def test_folded_norms_are_not_taken_for_others(kernels):
+    model = with_kernels(load("gpt2"), FOLDED)
+    with pytest.raises(InputError, match=r"folded into its products.*as it was loaded"):
+        with_kernels(model, kernels)
 
 
 @pytest.mark.parametrize("name", DECODERS)

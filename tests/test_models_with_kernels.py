@@ -200,6 +200,15 @@ def test_the_given_model_stays_as_it_is():
     assert other.layers[0].mlp.up.kernel[...] is model.layers[0].mlp.up.kernel[...]
 
 
+@pytest.mark.parametrize("name", ["bert", "bloom", "conformer", "gpt2", "llama", "vit"])
+@pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
+def test_a_model_that_calls_kernels_can_be_given_again(name, kernels):
+    loaded = models.load(DATA / name)
+    again = with_kernels(with_kernels(with_kernels(loaded, PALLAS), kernels), kernels)
+    assert fingerprint(again) == fingerprint(with_kernels(loaded, kernels))
+    assert all(m.kernels == kernels for _, m in nnx.iter_modules(again) if hasattr(m, "kernels"))
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bloom", "llama"])
 def test_holes_in_the_mask_change_nothing(name):
     # Not only padding at an end: any token may be left out.
