@@ -35,8 +35,8 @@ def gemm(
 
     Products are summed in f32 and stay there until the result is rounded once. The kernel takes
     bfloat16 and float16, K and N in multiples of 64. Rows that are no multiple of 8 are padded to
-    one, which copies the input, the residual and the result. Up to 32 rows are left to XLA unless
-    the kernel is named.
+    one, which copies the input, the residual and the result. Unless the kernel is named, few rows
+    are left to XLA: up to 32, and more where tiles are few (`tiles.is_for_library`).
 
     Args:
       x: Input; leading axes count as rows.

@@ -137,14 +137,15 @@ def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms:
     if sum(ms) <= FEW_ROWS:
         return True
     ours_s = predicted_s(ms, n, k, gated=gated, heavy=False, ctas=num_sms, num_sms=num_sms)
-    return ours_s > SLOWER * library_s(sum(ms), n, k, gated=gated)
+    return ours_s > SLOWER * library_s(sum(ms), n, k, gated=gated, num_sms=num_sms)
 
 
-def library_s(m: int, n: int, k: int, *, gated: bool) -> float:
-    """Seconds of a product as XLA runs it, with what follows."""
+def library_s(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> float:
+    """Seconds of a product as XLA runs it, with what follows; fewer SMs multiply more slowly."""
     weights = 1 + gated
     moved, flops = 2 * (weights * n * k + m * (n + k)), 2 * m * n * k * weights
-    return LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / LIBRARY_FLOPS_PER_S)
+    flops_per_s = LIBRARY_FLOPS_PER_S * num_sms / RATED_SMS
+    return LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / flops_per_s)
 
 
 def predicted_s(
