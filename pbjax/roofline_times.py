@@ -23,7 +23,7 @@ TILE = 128
 LARGE = 8192
 # Kernels that join the parts of split caches: weights of the parts, their sum, its layout.
 JOINING = 3
-_PRODUCTS = ("gemm", "gated_gemm")
+_PRODUCTS = ("gemm", "gated_gemm", "normed_gemm", "gemm_for_norm")
 _ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
 
 
@@ -71,8 +71,8 @@ def product_s(operation: Operation, device: Device) -> float:
         return 0.0
     given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
     x, w = given["x"], given["w"]
-    gated = operation.params["name"] == "gated_gemm"
-    heavy = gated or any(given[name] is not None for name in ("residual", "activation"))
+    gated = _is_gated(given)
+    heavy = gated or any(given.get(term) is not None for term in ("residual", "activation"))
     sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
     if _is_for_library(*sizes, gated, device.num_sms):
         return 0.0
@@ -92,8 +92,8 @@ def launches_s(operation: Operation, device: Device) -> float:
     given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
     if name in _PRODUCTS:
         sizes = math.prod(given["x"].shape[:-1]), given["w"].shape[1], given["w"].shape[0]
-        if _is_for_library(*sizes, name == "gated_gemm", device.num_sms):
-            return _library_kernels(name, given) * device.launch_s
+        if _is_for_library(*sizes, _is_gated(given), device.num_sms):
+            return _library_kernels(given) * device.launch_s
     if name != "decode_attention":
         return ours
     cache, pages = given["k"].shape, given["page_table"]
@@ -102,11 +102,16 @@ def launches_s(operation: Operation, device: Device) -> float:
     return ours + (JOINING * device.launch_s if splits > 1 else 0.0)
 
 
-def _library_kernels(name: str, given: Mapping) -> int:
+def _is_gated(given: Mapping) -> bool:
+    return given.get("w_gate") is not None
+
+
+def _library_kernels(given: Mapping) -> int:
     """Kernels that XLA makes of a product of ours: one a product, one of what follows."""
-    if name == "gated_gemm":
+    if _is_gated(given):
         return 3
-    return 1 + any(given[term] is not None for term in ("bias", "activation", "residual"))
+    following = ("bias", "activation", "residual", "row_scale")
+    return 1 + any(given.get(term) is not None for term in following) + ("eps" in given)
 
 
 @cache

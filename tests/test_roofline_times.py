@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.gemm import gemm
+from pallas_kernels.gemm import gated_gemm, gemm, gemm_for_norm, normed_gemm
 from pallas_kernels.norm import rms_norm
 from pbjax.classify import classify
 from pbjax.device import ResourceClass, find_device
@@ -132,6 +132,24 @@ def test_xla_computes_few_rows_and_what_follows_apart(rows, kernels):
         assert point.launch_s == pytest.approx(kernels * 2e-6)
     else:  # One of ours, and its tiles.
         assert point.launch_s >= 5e-6
+
+
+@pytest.mark.parametrize("rows", [32, 128, 512])
+def test_products_with_folded_norms_take_what_those_without_do(rows):
+    def seconds(function, *shapes):
+        return kernel_point(function, *shapes, device=OURS, weights=(1,)).seconds
+
+    x, w, scale = of(rows, 4096), of(4096, 4096), of(rows, dtype=jnp.float32)
+    normed = seconds(lambda x, w, s: normed_gemm(x, s, w, activation="silu"), x, w, scale)
+    plain = seconds(lambda x, w: gemm(x, w, activation="silu"), x, w)
+    assert normed == pytest.approx(plain, rel=0.02)
+    gated = seconds(lambda x, w, s: normed_gemm(x, s, w, w_gate=w, activation="silu"), x, w, scale)
+    assert gated == pytest.approx(seconds(lambda x, w: gated_gemm(x, w, w), x, w), rel=0.02)
+    options = {"eps": 1e-5, "centred": False}
+    after = seconds(lambda x, w, r: gemm_for_norm(x, w, residual=r, **options).values, x, w, x)
+    plain = seconds(lambda x, w, r: gemm(x, w, residual=r), x, w, x)
+    factors = 2e-6 if rows < 512 else 0.0  # XLA makes them by a kernel of its own.
+    assert after == pytest.approx(plain + factors, rel=0.02)
 
 
 @pytest.mark.parametrize(("rows", "joining"), [(4, 3), (33, 0)])
