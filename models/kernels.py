@@ -6,8 +6,9 @@ whose layers call `pallas_kernels` where these can do the shape and dtype at han
 elsewhere. What the layers do with the choice is in `models.layers`.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from flax import nnx
 
@@ -42,7 +43,14 @@ class Kernels:
     norm: Norm = "xla"
 
     def __post_init__(self) -> None:
-        """Raises InputError for folded norms without the products that they are folded into."""
+        """Raises InputError for a choice that there is not, or folded norms without products."""
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if value not in choices:
+                raise InputError(
+                    f"Kernels({field.name}={value!r}): there is no such choice;"
+                    f" {', '.join(map(repr, choices))} are possible; choose one"
+                )
         if self.norm == "folded" and self.gemm != "pallas":
             raise InputError(
                 f"Kernels(norm='folded', gemm={self.gemm!r}): folded norms are a part of the"

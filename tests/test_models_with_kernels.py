@@ -200,6 +200,14 @@ def test_the_given_model_stays_as_it_is():
     assert other.layers[0].mlp.up.kernel[...] is model.layers[0].mlp.up.kernel[...]
 
 
+@pytest.mark.parametrize("choice", [{"norm": "fold"}, {"gemm": "cudnn"}, {"attention": None}])
+def test_a_choice_that_there_is_not_is_refused(choice):
+    kernels, ((name, value),) = Kernels(), choice.items()
+    object.__setattr__(kernels, name, value)  # Tests check annotations before a call begins.
+    with pytest.raises(models.InputError, match=rf"Kernels\({name}={value!r}\): .* 'xla'"):
+        kernels.__post_init__()
+
+
 @pytest.mark.parametrize("name", ["bert", "bloom", "conformer", "gpt2", "llama", "vit"])
 @pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
 def test_a_model_that_calls_kernels_can_be_given_again(name, kernels):
