@@ -45,9 +45,7 @@ def with_weight_bits(report: Roofline, bits: int, *, group: int | None = None) -
       group: How many weights share a scale of 16 bits; None = so many that scales do not count.
     """
     factor = (bits + (16 / group if group else 0)) / _bits(report)
-    points = tuple(
-        _lighter(p, report, weights=factor) if _is_layer(p) else p for p in report.points
-    )
+    points = tuple(_lighter(p, weights=factor) if _is_layer(p) else p for p in report.points)
     saved = sum(p.traffic.weights for p in report.points if _is_layer(p)) * (1 - factor)
     memory = replace(report.memory, weight_bytes=round(report.memory.weight_bytes - saved))
     scales = f", a scale for {group}" if group else ""
@@ -104,7 +102,7 @@ def with_kv_bits(report: Roofline, bits: int, head_dim: int) -> Variant:
         )
     factor = (bits + 16 / head_dim) / _bits(report)
     memory = replace(report.memory, kv_cache_bytes=round(factor * report.memory.kv_cache_bytes))
-    points = tuple(_lighter(point, report, kv_cache=factor) for point in report.points)
+    points = tuple(_lighter(point, kv_cache=factor) for point in report.points)
     return Variant(
         name=f"KV cache in {bits} bits",
         report=replace(report, points=points, memory=memory),
@@ -141,7 +139,7 @@ def with_tensor_parallel(report: Roofline, degree: int, width: int, num_layers: 
             f"{link or 0:,.0f} bytes/s; 2 or more devices with a link are needed; ask for another "
             "degree or device"
         )
-    points = tuple(_divided(point, report, degree) for point in report.points)
+    points = tuple(_divided(point, degree) for point in report.points)
     tokens = report.tokens
     moved = 2 * (degree - 1) / degree * tokens * width * _bits(report) / 8
     sums = Point(
@@ -291,14 +289,12 @@ def _is_layer(point: Point) -> bool:
     return point.kind == "dense" and point.repeats > 1
 
 
-def _lighter(point: Point, report: Roofline, *, weights: Number = 1, kv_cache: Number = 1) -> Point:
+def _lighter(point: Point, *, weights: Number = 1, kv_cache: Number = 1) -> Point:
     traffic = point.traffic.scaled(weights=weights, kv_cache=kv_cache)
-    return replace(
-        point, traffic=traffic, memory_s=traffic.total / report.device.memory_bytes_per_s
-    )
+    return replace(point, traffic=traffic, memory_s=_memory_s(point, traffic))
 
 
-def _divided(point: Point, report: Roofline, degree: int) -> Point:
+def _divided(point: Point, degree: int) -> Point:
     share = 1 / degree
     whole = 1 if point.kind == "dense" else share
     traffic = point.traffic.scaled(weights=share, kv_cache=share, activations=whole)
@@ -308,5 +304,10 @@ def _divided(point: Point, report: Roofline, degree: int) -> Point:
         traffic=traffic,
         tensor_s=share * point.tensor_s,
         cuda_s=share * point.cuda_s,
-        memory_s=traffic.total / report.device.memory_bytes_per_s,
+        memory_s=_memory_s(point, traffic),
     )
+
+
+def _memory_s(point: Point, traffic: Traffic) -> float:
+    """Seconds of other bytes at the bandwidth that the point has, which products do not share."""
+    return point.memory_s * traffic.total / point.traffic.total if point.traffic.total else 0.0

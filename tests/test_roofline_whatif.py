@@ -75,6 +75,22 @@ def test_fp8_needs_tensor_cores_that_take_it():
         with_fp8(report(device=A100))
 
 
+def test_every_group_keeps_its_bandwidth():
+    """Products of few rows read weights faster than a copy moves bytes: ceilings know both."""
+    fast = replace(H200, memory_bytes_per_s=4e12, weight_bytes_per_s=4.4e12)
+    plain = report("decode", device=fast)
+    heads = MODEL.config.embed_dim // MODEL.config.num_heads
+    for variant in (with_kv_bits(plain, 16, 10**9), with_weight_bits(plain, 16)):
+        assert variant.report.total.seconds == pytest.approx(plain.total.seconds, rel=1e-6)
+    assert with_kv_bits(plain, 8, heads).report.total.seconds < plain.total.seconds
+    half = with_weight_bits(plain, 8).report
+    dense = [[p for p in r.points if p.kind == "dense" and p.repeats > 1] for r in (half, plain)]
+    for less, whole in zip(*dense, strict=True):
+        assert less.memory_s / less.traffic.total == pytest.approx(
+            whole.memory_s / whole.traffic.total
+        )
+
+
 def test_cache_shrinks_in_traffic_and_memory():
     plain, found = report(), with_kv_bits(report(), 8, 64).report
     factor = (8 + 16 / 64) / 16
