@@ -76,6 +76,16 @@ def test_a_deep_model_costs_what_it_does_traced_whole(model, phase, seq, kernels
         assert figures == pytest.approx(same)
 
 
+def test_of_a_preset_with_many_layers_few_are_traced():
+    subject = find_subject("gpt2", find_device("h200"), "bfloat16", "fused", layers=None)
+    assert (subject.name, subject.num_layers) == ("gpt2", 12)
+    assert subject.shape.config.num_layers < 12
+    whole = replace(subject, shape=subject.shape.with_layers(12), num_layers=None)
+    drawn, traced = (each.report("prefill", 2, 8) for each in (subject, whole))
+    assert drawn.total.seconds == pytest.approx(traced.total.seconds)
+    assert drawn.memory == traced.memory
+
+
 def test_peaks_of_the_datasheet_stay_available():
     common = (DATA / "gpt2", "--device", "nvidia-h200", "--phase", "decode", "--seq", 12)
     text = printed(*common, "--peaks", "datasheet")
