@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Makespans that differ by no more than this share are drawn as one: no scale of colours tells them.
+LEAST_RANGE = 1e-3
+
 
 def search_figure(result: SearchResult, batch_size: int) -> "Figure":
     """The sizes that the search stood at, over the triangle of all splits.
@@ -40,13 +43,15 @@ def search_figure(result: SearchResult, batch_size: int) -> "Figure":
             c=seconds,
             cmap="cividis",
             vmin=low,
-            vmax=max(high, low * (1 + 1e-9)),
+            vmax=max(high, low * (1 + LEAST_RANGE)),
             s=26,
             zorder=2,
             label=f"visited: {len(set(places)):,} splits",
         )
-        bar = figure.colorbar(drawn, cax=figure.add_axes((0.76, 0.11, 0.025, 0.45)), extend="max")
-        bar.set_label("predicted makespan (ms)")
+        if high > low * (1 + LEAST_RANGE):  # else there is no colour to explain
+            place = figure.add_axes((0.76, 0.11, 0.025, 0.45))
+            bar = figure.colorbar(drawn, cax=place, extend="max")
+            bar.set_label("predicted makespan (ms)")
         axes.plot(*places[0], "s", color=BLUE, markersize=9, fillstyle="none", label="start")
     best = result.best
     axes.plot(
@@ -70,6 +75,7 @@ def search_figure(result: SearchResult, batch_size: int) -> "Figure":
         fontsize=11,
     )
     axes.set_aspect("equal")
+    axes.locator_params(integer=True)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8, frameon=False)
     return figure

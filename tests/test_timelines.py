@@ -183,6 +183,15 @@ def test_the_search_is_drawn_over_its_triangle():
     assert "predicted makespan (ms)" in drawing
 
 
+def test_a_search_that_saw_one_makespan_has_no_scale_of_colours():
+    outline, profile = outline_and_profile()
+    found = search(outline, profile, 60)
+    visits = tuple(dataclasses.replace(visit, makespan_s=2.0) for visit in found.trajectory)
+    drawing = svg(search_figure(dataclasses.replace(found, trajectory=visits), 60), "search")
+    assert "rows of the first sub-batch" in drawing
+    assert "predicted makespan (ms)" not in drawing
+
+
 def test_budgets_stand_in_the_timetable():
     slices = [
         Slice(
