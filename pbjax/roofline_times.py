@@ -70,14 +70,12 @@ def product_s(operation: Operation, device: Device) -> float:
     if not device.launch_s:
         return 0.0
     given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
-    x, w = given["x"], given["w"]
-    gated = _is_gated(given)
-    heavy = gated or any(given.get(term) is not None for term in ("residual", "activation"))
-    sizes = math.prod(x.shape[:-1]), w.shape[1], w.shape[0]
-    if _is_for_library(*sizes, gated, device.num_sms):
+    product = _product(given)
+    if _is_left_to_xla(*product, device.num_sms):
         return 0.0
-    slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(x.dtype))
-    return slower * _tiled_s(*sizes, gated, heavy, device.num_sms)
+    heavy = any(given.get(term) is not None for term in ("w_gate", "residual", "activation"))
+    slower = _large_rate(device.num_sms) / device.contraction_flops_per_s(str(given["x"].dtype))
+    return slower * _tiled_s(*product, heavy, device.num_sms)
 
 
 def launches_s(operation: Operation, device: Device) -> float:
@@ -90,10 +88,8 @@ def launches_s(operation: Operation, device: Device) -> float:
         return device.launch_s
     name, ours = operation.params["name"], device.pallas_launch_s or device.launch_s
     given = arguments_of(operation.params, [atom.aval for atom in operation.equation.invars])
-    if name in _PRODUCTS:
-        sizes = math.prod(given["x"].shape[:-1]), given["w"].shape[1], given["w"].shape[0]
-        if _is_for_library(*sizes, _is_gated(given), device.num_sms):
-            return _library_kernels(given) * device.launch_s
+    if name in _PRODUCTS and _is_left_to_xla(*_product(given), device.num_sms):
+        return _xla_kernels(given) * device.launch_s
     if name != "decode_attention":
         return ours
     cache, pages = given["k"].shape, given["page_table"]
@@ -102,21 +98,24 @@ def launches_s(operation: Operation, device: Device) -> float:
     return ours + (JOINING * device.launch_s if splits > 1 else 0.0)
 
 
-def _is_gated(given: Mapping) -> bool:
-    return given.get("w_gate") is not None
+def _product(given: Mapping) -> tuple[int, int, int, bool]:
+    """Rows, columns and depth of a product, and whether it has two weights."""
+    depth, columns = given["w"].shape
+    gated = given.get("w_gate") is not None
+    return math.prod(given["x"].shape[:-1]), columns, depth, gated
 
 
-def _library_kernels(given: Mapping) -> int:
+def _xla_kernels(given: Mapping) -> int:
     """Kernels that XLA makes of a product of ours: one a product, one of what follows."""
-    if _is_gated(given):
+    if given.get("w_gate") is not None:
         return 3
     following = ("bias", "activation", "residual", "row_scale")
     return 1 + any(given.get(term) is not None for term in following) + ("eps" in given)
 
 
 @cache
-def _is_for_library(m: int, n: int, k: int, gated: bool, num_sms: int) -> bool:
-    return tiles.is_for_library((m,), n, k, gated=gated, num_sms=num_sms)
+def _is_left_to_xla(m: int, n: int, k: int, gated: bool, num_sms: int) -> bool:
+    return tiles.is_left_to_xla((m,), n, k, gated=gated, num_sms=num_sms)
 
 
 def _large_rate(num_sms: int) -> float:

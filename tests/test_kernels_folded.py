@@ -12,8 +12,8 @@ from pallas_kernels.gemm.activations import GELU_ERROR
 from pallas_kernels.gemm.folded import check_normed_gemm, joined_scale
 from pallas_kernels.gemm.mosaic_gpu import SMEM_BYTES, Epilogue, Tile
 from pallas_kernels.gemm.shapes import PRE_NORM, RAGGED, GemmShape
-from pallas_kernels.gemm.tiles import tile_for
 from pallas_kernels.testing import assert_close
+from tests.gemm_tiles import tile_of
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 EPS = 1e-5
@@ -63,19 +63,6 @@ def launches():
         )
         for s in found.values()
     }
-
-
-def tile_of(shape: GemmShape, *, moments: bool) -> Tile:
-    return tile_for(
-        (shape.m,),
-        shape.n,
-        shape.k,
-        gated=shape.gated,
-        heavy=shape.residual or shape.activation is not None,
-        ctas=132,
-        num_sms=132,
-        moments=moments,
-    )
 
 
 INTERPRETED = {

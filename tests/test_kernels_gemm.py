@@ -14,8 +14,8 @@ from pallas_kernels.gemm import gated_gemm, gemm, grouped_gemm, mosaic_gpu, refe
 from pallas_kernels.gemm.activations import ACTIVATIONS, GELU_ERROR
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
 from pallas_kernels.gemm.shapes import BERT, DECODE, GPT2, LLAMA, RAGGED, SHAPES, GemmShape
-from pallas_kernels.gemm.tiles import tile_for
 from pallas_kernels.testing import assert_close
+from tests.gemm_tiles import tile_of
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 
@@ -78,18 +78,6 @@ def grouped_launch():
 
     shapes = [(k, n), (n,), *((m, k) for m in ms), *((m, n) for m in ms)]
     return run, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-
-
-def tile_of(shape: GemmShape, ctas: int = 132) -> Tile:
-    return tile_for(
-        (shape.m,),
-        shape.n,
-        shape.k,
-        gated=shape.gated,
-        heavy=shape.residual or shape.activation is not None,
-        ctas=ctas,
-        num_sms=132,
-    )
 
 
 INTERPRETED = {
@@ -251,7 +239,7 @@ def test_every_launch_lowers_under_its_name(name):
 def test_every_budget_lowers_without_clusters(budget):
     shape = SHAPES[1]
     lowered(call(shape, implementation="mosaic_gpu", sm_budget=budget), *specs_of(shape))
-    assert tile_of(shape, budget).cluster is None
+    assert tile_of(shape, ctas=budget).cluster is None
 
 
 @pytest.mark.parametrize(

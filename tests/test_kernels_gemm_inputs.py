@@ -10,7 +10,7 @@ from pallas_kernels.gemm import gated_gemm, gemm, grouped_gemm
 from pallas_kernels.gemm.api import check_gemm, check_groups
 from pallas_kernels.gemm.mosaic_gpu import Tile
 from pallas_kernels.gemm.shapes import SHAPES
-from pallas_kernels.gemm.tiles import is_for_library
+from pallas_kernels.gemm.tiles import is_left_to_xla
 from tests.kernel_layers import lowered
 
 X, W = jnp.ones((16, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.bfloat16)
@@ -126,11 +126,11 @@ def test_products_of_too_few_tiles_are_left_to_xla(rows, launched):
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.m >= 512], ids=lambda s: s.name)
 def test_no_product_of_a_benchmark_is_left_to_xla(shape):
-    assert not is_for_library((shape.m,), shape.n, shape.k, gated=shape.gated, num_sms=132)
+    assert not is_left_to_xla((shape.m,), shape.n, shape.k, gated=shape.gated, num_sms=132)
 
 
 # Of an H20, an H100 with PCIe, and a part of an H200.
 @pytest.mark.parametrize("num_sms", [60, 78, 114])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.m >= 4096], ids=lambda s: s.name)
 def test_a_gpu_with_fewer_sms_keeps_products_of_many_tiles(shape, num_sms):
-    assert not is_for_library((shape.m,), shape.n, shape.k, gated=shape.gated, num_sms=num_sms)
+    assert not is_left_to_xla((shape.m,), shape.n, shape.k, gated=shape.gated, num_sms=num_sms)

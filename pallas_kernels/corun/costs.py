@@ -88,6 +88,6 @@ def _product(call: Call) -> tuple[int, int, int, bool]:
 @functools.cache
 def _product_s(*shape: Any) -> float:
     m, n, k, gated, heavy, sms = shape
-    if gemm_tiles.is_for_library((m,), n, k, gated=gated, num_sms=sms):
-        return gemm_tiles.library_s(m, n, k, gated=gated, num_sms=sms)
+    if gemm_tiles.is_left_to_xla((m,), n, k, gated=gated, num_sms=sms):
+        return gemm_tiles.by_xla_s(m, n, k, gated=gated, num_sms=sms)
     return gemm_tiles.predicted_s((m,), n, k, gated=gated, heavy=heavy, ctas=sms, num_sms=sms)

@@ -13,7 +13,7 @@ from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.gemm import mosaic_gpu, xla
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Tile
-from pallas_kernels.gemm.tiles import is_for_library, tile_for
+from pallas_kernels.gemm.tiles import is_left_to_xla, tile_for
 
 ROWS = 8  # A swizzled copy takes rows in multiples of 8.
 MAX_GROUPS = 8
@@ -36,7 +36,7 @@ def gemm(
     Products are summed in f32 and stay there until the result is rounded once. The kernel takes
     bfloat16 and float16, K and N in multiples of 64. Rows that are no multiple of 8 are padded to
     one, which copies the input, the residual and the result. Unless the kernel is named, few rows
-    are left to XLA: up to 32, and more where tiles are few (`tiles.is_for_library`).
+    are left to XLA: up to 32, and more where tiles are few (`tiles.is_left_to_xla`).
 
     Args:
       x: Input; leading axes count as rows.
@@ -210,7 +210,7 @@ def where_best(kernel, xs, weights, implementation, run):
             dispatch.require_hopper(kernel)
             rows = tuple(math.prod(x.shape[:-1]) for x in xs)
             (k, n), gated = weights[0].shape, len(weights) == 2
-            if is_for_library(rows, n, k, gated=gated, num_sms=dispatch.num_sms()):
+            if is_left_to_xla(rows, n, k, gated=gated, num_sms=dispatch.num_sms()):
                 raise NotImplementedError(
                     f"{kernel}(x: {sum(rows)} rows, w: {k} x {n}): too few tiles to read a weight "
                     "at full bandwidth; leave it to implementation='xla'"

@@ -14,7 +14,7 @@ RATED_SMS = 132
 # 1.0 TB/s, and LLaMA3-8B's MLP at half of the bandwidth at 32 rows (docs/roofline.md).
 FEW_ROWS = 32
 # Rates of XLA's products, which split the sum over K where tiles are few, and what else one takes.
-LIBRARY_FLOPS_PER_S, LIBRARY_BYTES_PER_S, LIBRARY_S = 700e12, 4.2e12, 4e-6
+XLA_FLOPS_PER_S, XLA_BYTES_PER_S, XLA_S = 700e12, 4.2e12, 4e-6
 # By so much ours must be slower: its epilogue saves a kernel or two.
 SLOWER = 1.2
 
@@ -122,7 +122,7 @@ def tile_for(
     return dataclasses.replace(tile, store_slots=min(tile.store_slots, buffers))
 
 
-def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int) -> bool:
+def is_left_to_xla(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int) -> bool:
     """Whether XLA's product is faster: rows are few, or tiles leave most SMs idle for long.
 
     LLaMA3-8B's down projection of 128 rows has 32 tiles: 73 us on an H200, where XLA takes 35.
@@ -137,15 +137,15 @@ def is_for_library(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms:
     if sum(ms) <= FEW_ROWS:
         return True
     ours_s = predicted_s(ms, n, k, gated=gated, heavy=False, ctas=num_sms, num_sms=num_sms)
-    return ours_s > SLOWER * library_s(sum(ms), n, k, gated=gated, num_sms=num_sms)
+    return ours_s > SLOWER * by_xla_s(sum(ms), n, k, gated=gated, num_sms=num_sms)
 
 
-def library_s(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> float:
+def by_xla_s(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> float:
     """Seconds of a product as XLA runs it, with what follows; fewer SMs multiply more slowly."""
     weights = 1 + gated
     moved, flops = 2 * (weights * n * k + m * (n + k)), 2 * m * n * k * weights
-    flops_per_s = LIBRARY_FLOPS_PER_S * num_sms / RATED_SMS
-    return LIBRARY_S + max(moved / LIBRARY_BYTES_PER_S, flops / flops_per_s)
+    flops_per_s = XLA_FLOPS_PER_S * num_sms / RATED_SMS
+    return XLA_S + max(moved / XLA_BYTES_PER_S, flops / flops_per_s)
 
 
 def predicted_s(
