@@ -2,7 +2,7 @@
 
 Both are pure functions of the weights, the tokens and the cache: `pbjax.generate` loops over them,
 `pbjax.optimize` can take `model.decode` as it takes the model. Not here: the choice of the next
-token, stop conditions, padding on the left, which `pbjax.generation` removes.
+token, stop conditions, padding on the left, which `pbjax.inference.generation` removes.
 """
 
 from dataclasses import dataclass, replace

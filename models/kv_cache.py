@@ -2,7 +2,7 @@
 
 One contiguous array of keys and one of values a layer; nothing outside this file knows that, so
 that pages can take its place without a change to a model. Not here: who fills it when
-(`models.decoder`), how long it is (`pbjax.generation`).
+(`models.decoder`), how long it is (`pbjax.inference.generation`).
 """
 
 from dataclasses import dataclass

@@ -1,36 +1,36 @@
 """Higher Transformer inference throughput on one GPU by staggered sub-batches.
 
-Names are resolved when first used, so that `import pbjax.search` and the like need no JAX.
+Names are resolved when first used, so that `import pbjax.planning.search` and the like need no JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pbjax.decode.state import OptimizedStep
     from pbjax.device import Device
     from pbjax.errors import PbjaxError
-    from pbjax.generation import generate, stream
-    from pbjax.optimized import Optimized
+    from pbjax.inference.generation import generate, stream
     from pbjax.pipeline import optimize
-    from pbjax.plan import Plan
-    from pbjax.profiling import Profile
-    from pbjax.roofline import roofline_report
-    from pbjax.schedule import Split, Timetable
-    from pbjax.step import OptimizedStep
+    from pbjax.planning.plan import Plan
+    from pbjax.planning.profiling import Profile
+    from pbjax.planning.timetable import Split, Timetable
+    from pbjax.roofline.report import roofline_report
+    from pbjax.tuning.optimized import Optimized
 
 _HOMES = {
     "Device": "device",
-    "Optimized": "optimized",
-    "OptimizedStep": "step",
+    "Optimized": "tuning.optimized",
+    "OptimizedStep": "decode.state",
     "PbjaxError": "errors",
-    "Plan": "plan",
-    "Profile": "profiling",
-    "Split": "schedule",
-    "Timetable": "schedule",
-    "generate": "generation",
+    "Plan": "planning.plan",
+    "Profile": "planning.profiling",
+    "Split": "planning.timetable",
+    "Timetable": "planning.timetable",
+    "generate": "inference.generation",
     "optimize": "pipeline",
-    "roofline_report": "roofline",
-    "stream": "generation",
+    "roofline_report": "roofline.report",
+    "stream": "inference.generation",
 }
 
 __all__ = [

@@ -11,20 +11,30 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.arguments import whole
-from pbjax.choices import Choice, device_room, forced, given_split, planned, searched
-from pbjax.classify import class_shares
-from pbjax.compilation import PackedWeights
-from pbjax.contest import Contest, run_contest, verify_fusion
+from pbjax.decode.state import OptimizedStep
+from pbjax.decode.step_pipeline import optimize_step
 from pbjax.device import Device
 from pbjax.errors import (
     FusionError,
     PbjaxWarning,
 )
-from pbjax.functional import Model
 from pbjax.fusion import Patterns, Selection, selection_of
-from pbjax.optimize_arguments import (
+from pbjax.graph.classify import class_shares
+from pbjax.graph.functional import Model
+from pbjax.planning.plan import Plan
+from pbjax.planning.profiling import Profile
+from pbjax.planning.timetable import timetable
+from pbjax.program.analysis import PROBE_SIZE, Analysis, analyse
+from pbjax.runtime.compilation import PackedWeights
+from pbjax.runtime.phases import Phases, Progress
+from pbjax.runtime.program_cache import keep_programs
+from pbjax.tuning.autotune import Contest, run_contest, verify_fusion
+from pbjax.tuning.choices import Choice, device_room, forced, given_split, planned, searched
+from pbjax.tuning.measured_table import measured_table
+from pbjax.tuning.optimized import Bucket, Optimized
+from pbjax.tuning.report import Report, SplitTimetable
+from pbjax.tuning.request import (
     arrays,
     bucket_sizes,
     check_split_or_plan,
@@ -34,16 +44,6 @@ from pbjax.optimize_arguments import (
     loaded,
     this_device,
 )
-from pbjax.optimized import Bucket, Optimized
-from pbjax.phases import Phases, Progress
-from pbjax.plan import Plan
-from pbjax.profiling import Profile
-from pbjax.program_cache import keep_programs
-from pbjax.reports import Report, SplitTimetable
-from pbjax.schedule import timetable
-from pbjax.step import OptimizedStep
-from pbjax.step_pipeline import optimize_step
-from pbjax.tables import measured_table
 
 
 @overload

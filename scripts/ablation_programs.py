@@ -19,13 +19,13 @@ from pallas_kernels.corun import gemm_beside_decode_attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import HOPPER_SMS
 from pallas_kernels.gemm import gated_gemm
-from pbjax.analysis import PROBE_SIZE, Analysis, analyse
 from pbjax.device import find_device
-from pbjax.device_trace import overlap
-from pbjax.execution import SplitProgram, WeightLayout, overlap_options
-from pbjax.profile_rows import measured_size
-from pbjax.schedule import timetable
-from pbjax.timing import time_alternately, traced_kernels
+from pbjax.planning.profile_rows import measured_size
+from pbjax.planning.timetable import timetable
+from pbjax.program.analysis import PROBE_SIZE, Analysis, analyse
+from pbjax.runtime.device_trace import overlap
+from pbjax.runtime.execution import SplitProgram, WeightLayout, overlap_options
+from pbjax.runtime.timing import time_alternately, traced_kernels
 
 SAMPLES, TRACED_CALLS = 5, 3
 # As the unsplit models run fastest: docs/models_speed.md.

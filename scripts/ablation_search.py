@@ -11,9 +11,9 @@ import statistics
 from bench_search import program, table
 from random_tables import SHAPES
 
-from pbjax.candidates import SearchOptions
-from pbjax.memory import predicted_bytes
-from pbjax.search import search
+from pbjax.planning.candidates import SearchOptions
+from pbjax.planning.memory import predicted_bytes
+from pbjax.planning.search import search
 
 STAGES, BLOCKS, TABLES = 4, 12, 10
 BATCHES = (96, 4096)

@@ -180,7 +180,7 @@ def provenance(args: argparse.Namespace) -> dict:
     """Where and how it was measured."""
     import jax
 
-    from pbjax.provenance import provenance_here
+    from pbjax.runtime.provenance import provenance_here
 
     words = [Path(word).name if Path(word) == args.out else word for word in sys.argv]
     found = asdict(provenance_here(jax.devices()[0].device_kind, " ".join(["python", *words])))

@@ -20,8 +20,8 @@ from flax import nnx
 
 from models import BertConfig, BertModel, with_kernels
 from pbjax.buckets import Buckets
-from pbjax.embedding import embed
-from pbjax.packing import pack
+from pbjax.inference.embedding import embed
+from pbjax.inference.packing import pack
 
 LONGEST = 512
 

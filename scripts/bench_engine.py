@@ -20,8 +20,8 @@ from flax import nnx
 
 import pbjax
 from models import BertConfig, BertModel
-from pbjax.analysis import analyse
 from pbjax.device import find_device
+from pbjax.program.analysis import analyse
 
 IMPORTS = (
     "import time, jax; start = time.perf_counter(); import pbjax.pipeline; "

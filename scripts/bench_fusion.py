@@ -75,9 +75,9 @@ def measured(name: str, layers: int, tiny: bool, ready, turn) -> dict:
     import jax
 
     from models.kernels import with_kernels
-    from pbjax import compilation
-    from pbjax.analysis import PROBE_SIZE, analyse
     from pbjax.device import find_device
+    from pbjax.program.analysis import PROBE_SIZE, analyse
+    from pbjax.runtime import compilation
 
     model, inputs = ROWS[name](layers, tiny)
     kind = jax.devices()[0].device_kind
@@ -242,7 +242,7 @@ def provenance(argv: list[str]) -> dict:
     """Where and how it was measured."""
     import jax
 
-    from pbjax.provenance import provenance_here
+    from pbjax.runtime.provenance import provenance_here
 
     command = " ".join(["python", "scripts/bench_fusion.py", *argv[1:]])
     return asdict(provenance_here(jax.devices()[0].device_kind, command))

@@ -21,7 +21,7 @@ from flax import nnx
 
 import models
 import pbjax
-from pbjax.functional import shared_method
+from pbjax.graph.functional import shared_method
 
 PROMPT = 8
 

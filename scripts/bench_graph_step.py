@@ -26,16 +26,16 @@ from step_case import example, make, parsed
 from pallas_kernels.dispatch import default_sm_budget
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.relaunch import can_relaunch, relaunch
-from pbjax.analysis import analyse
+from pbjax.decode.interleave import Role
+from pbjax.decode.interleaved_program import role_of
+from pbjax.decode.programs import PairStep, Runner, StepProgram, lower_unsplit
+from pbjax.decode.state import find_state
 from pbjax.device import find_device
-from pbjax.execution import overlap_options
-from pbjax.provenance import provenance_here
-from pbjax.step import find_state
-from pbjax.step_programs import PairStep, Runner, StepProgram, lower_unsplit
-from pbjax.trace import Graph, Operation, evaluate
-from pbjax.verification import error_and_magnitude
-from pbjax.weave import Role
-from pbjax.woven import role_of
+from pbjax.graph.trace import Graph, Operation, evaluate
+from pbjax.program.analysis import analyse
+from pbjax.runtime.execution import overlap_options
+from pbjax.runtime.provenance import provenance_here
+from pbjax.runtime.verification import error_and_magnitude
 
 CALLS, SAMPLES = 40, 3
 

@@ -16,7 +16,7 @@ from places import new_file
 
 import models
 import pbjax
-from pbjax.provenance import provenance_here
+from pbjax.runtime.provenance import provenance_here
 
 
 def main() -> None:

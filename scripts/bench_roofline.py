@@ -91,8 +91,8 @@ class First(Turn):
 def measure_case(case, turn: Turn, results) -> None:
     """Traces, compiles and measures one case, and hands on what it found."""
     from models.presets import find_shape
-    from pbjax.roofline import roofline_report
-    from pbjax.roofline_checks import Row
+    from pbjax.roofline.measured_table import Row
+    from pbjax.roofline.report import roofline_report
 
     name, layers, phase, rows, tokens = case
     turn = turn.own()
@@ -140,7 +140,7 @@ def work(cases, turn: Turn, results, log: Path | None) -> None:
     """A process: a thread for each of its cases."""
     if log is not None:
         logging.basicConfig(filename=log, format="%(threadName)s %(message)s")
-        logging.getLogger("pbjax.roofline_measure").setLevel(logging.DEBUG)
+        logging.getLogger("pbjax.roofline.measure").setLevel(logging.DEBUG)
     threads = [
         threading.Thread(target=measure_case, args=(case, turn, results), name=str(case))
         for case in cases
@@ -153,7 +153,7 @@ def work(cases, turn: Turn, results, log: Path | None) -> None:
 
 def calibrate(turn: Turn, results) -> None:
     """A process: the ceilings."""
-    from pbjax.calibration import calibrate as run
+    from pbjax.tuning.calibration import calibrate as run
 
     try:
         results.put(("ceilings", run(this_kind(), turn=turn), None))
@@ -217,7 +217,7 @@ def finish(results, total: int, out: Path, start: float) -> None:
             found.save(out / "ceilings.json")
             print(found, flush=True)
         else:
-            from pbjax.roofline_checks import checks_text
+            from pbjax.roofline.measured_table import checks_text
 
             print(checks_text(found), flush=True)
             rows.append(row)
@@ -226,8 +226,8 @@ def finish(results, total: int, out: Path, start: float) -> None:
 
 def write_table(rows, path: Path) -> None:
     """Writes the rows in their order."""
-    from pbjax.provenance import provenance_here
-    from pbjax.roofline_checks import MeasuredTable
+    from pbjax.roofline.measured_table import MeasuredTable
+    from pbjax.runtime.provenance import provenance_here
 
     rows.sort(key=lambda row: (row.model, row.phase, row.items, row.tokens, row.cached))
     MeasuredTable(provenance=provenance_here(this_kind(), COMMAND), rows=tuple(rows)).save(path)

@@ -15,11 +15,11 @@ import statistics
 
 from random_tables import SHAPES, random_rows, stage
 
-from pbjax.candidates import SearchOptions
 from pbjax.device import ResourceClass
-from pbjax.memory import predicted_bytes
-from pbjax.profiling import CorunRow, Outline, Profile, Provenance, Row, grid
-from pbjax.search import search
+from pbjax.planning.candidates import SearchOptions
+from pbjax.planning.memory import predicted_bytes
+from pbjax.planning.profiling import CorunRow, Outline, Profile, Provenance, Row, grid
+from pbjax.planning.search import search
 
 # Rows that a kernel takes at once.
 TILES = (64, 128, 256)

@@ -73,9 +73,9 @@ def start(args: argparse.Namespace) -> dict:
     import jax
 
     import pbjax
-    from pbjax.phases import Phases
-    from pbjax.program_cache import keep_programs
-    from pbjax.provenance import provenance_here
+    from pbjax.runtime.phases import Phases
+    from pbjax.runtime.program_cache import keep_programs
+    from pbjax.runtime.provenance import provenance_here
 
     kind = jax.devices()[0].device_kind
     parts = Parts(args.start)
@@ -164,9 +164,9 @@ def make_plan(model, ids, sizes: list[int]):
     """A plan of these sub-batches, each a stage ahead of the next; nothing is measured."""
     import jax
 
-    from pbjax.analysis import analyse
     from pbjax.device import find_device
-    from pbjax.plan import Plan, Seconds
+    from pbjax.planning.plan import Plan, Seconds
+    from pbjax.program.analysis import analyse
 
     device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
     analysis = analyse(model, (ids,), device=device)

@@ -27,19 +27,19 @@ from places import new_file, new_folder
 from models.presets import find_shape
 from pbjax.device import find_device
 from pbjax.files import write_atomically
-from pbjax.forward_pass import MEASURED_LAYERS, ForwardPass
-from pbjax.functional import functional
-from pbjax.measured_programs import joined, milliseconds
-from pbjax.measured_programs import table as as_table
-from pbjax.outline import Outline
-from pbjax.phases import Phases
-from pbjax.profile_grid import grid
-from pbjax.profiling import Profile
-from pbjax.provenance import provenance_here
-from pbjax.search import search
-from pbjax.searched_plan import best_split
-from pbjax.tables import prepare_table
-from pbjax.timing import time_alternately
+from pbjax.graph.functional import functional
+from pbjax.planning.profile_grid import grid
+from pbjax.planning.profiling import Profile
+from pbjax.planning.program_summary import Outline
+from pbjax.planning.search import search
+from pbjax.runtime.measured_programs import joined, milliseconds
+from pbjax.runtime.measured_programs import table as as_table
+from pbjax.runtime.phases import Phases
+from pbjax.runtime.provenance import provenance_here
+from pbjax.runtime.timing import time_alternately
+from pbjax.tuning.measured_table import prepare_table
+from pbjax.tuning.offline_plan import best_split
+from pbjax.tuning.preset_model import MEASURED_LAYERS, ForwardPass
 
 BATCHES = {
     "vit-base": 256,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from pbjax.device import ResourceClass
-from pbjax.profiling import Outline, Row, StageInfo
+from pbjax.planning.profiling import Outline, Row, StageInfo
 
 SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
 

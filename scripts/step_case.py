@@ -14,10 +14,10 @@ import models
 import pbjax
 from models.kernels import with_kernels
 from models.kv_cache import KVCache
+from pbjax.decode.state import OptimizedStep
 from pbjax.device import Device, find_device
 from pbjax.errors import InputError
-from pbjax.provenance import provenance_here
-from pbjax.step import OptimizedStep
+from pbjax.runtime.provenance import provenance_here
 
 FULL_LAYERS, VOCAB_SIZE = 32, 1024
 # What an H200 sustains: products, and reading.

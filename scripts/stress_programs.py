@@ -190,11 +190,11 @@ def step_call(item: Item):
     from flax import nnx
     from kernel_cases.repeats import digests
 
-    from pbjax import step_programs
-    from pbjax.analysis import analyse
+    from pbjax.decode import programs as step_programs
+    from pbjax.decode.search import Ways
+    from pbjax.decode.state import find_state
     from pbjax.device import find_device
-    from pbjax.step import find_state
-    from pbjax.step_ways import Ways
+    from pbjax.program.analysis import analyse
 
     way, case = item.program.split()
     batch_size, context, sizes = step_case.parsed(case)
@@ -233,8 +233,8 @@ def model_call(item: Item):
     from profile_models import BATCHES
 
     from models.presets import find_shape
-    from pbjax.forward_pass import ForwardPass
-    from pbjax.functional import functional
+    from pbjax.graph.functional import functional
+    from pbjax.tuning.preset_model import ForwardPass
 
     asked = ForwardPass(model=item.program, batch_size=BATCHES[item.program])
     if item.tiny:

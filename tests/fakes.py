@@ -1,7 +1,7 @@
 """A stage timer that runs nothing, so that tests of whole jobs are fast and repeatable."""
 
-from pbjax.profile_rows import Provenance
-from pbjax.profiling import Timing
+from pbjax.planning.profile_rows import Provenance
+from pbjax.planning.profiling import Timing
 
 
 def provenance(**fields):
@@ -27,7 +27,7 @@ class FakeTimer:
         self._limit = limit
 
     def install(self, monkeypatch):
-        monkeypatch.setattr("pbjax.tables.StageTimer", lambda *_: self)
+        monkeypatch.setattr("pbjax.tuning.measured_table.StageTimer", lambda *_: self)
         return self
 
     def prepare(self, wanted, progress):
@@ -51,7 +51,7 @@ class FakeTimer:
 
 def fake_measure(seconds):
     """A stand-in for `compilation.measure`: seconds by the name of the program."""
-    from pbjax.measured_programs import MeasuredProgram
+    from pbjax.runtime.measured_programs import MeasuredProgram
 
     def measure(programs, leaves, progress):
         return tuple(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pbjax.functional import functional
 from pbjax.fusion import fuse
-from pbjax.trace import evaluate, trace
+from pbjax.graph.functional import functional
+from pbjax.graph.trace import evaluate, trace
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 

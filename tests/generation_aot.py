@@ -30,9 +30,9 @@ from flax import nnx  # noqa: E402
 
 import models  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
-from pbjax.functional import shared_method  # noqa: E402
-from pbjax.generation import api, decoding  # noqa: E402
-from pbjax.generation.sampling import Sampling, settings_of  # noqa: E402
+from pbjax.graph.functional import shared_method  # noqa: E402
+from pbjax.inference.generation import api, decoding  # noqa: E402
+from pbjax.inference.generation.sampling import Sampling, settings_of  # noqa: E402
 
 HOPPER = (Path(__file__).parent / "data" / "h200.txtpb").read_text()
 BATCH_SIZE, NUM_KEYS, PROMPT = 64, 1024, 16

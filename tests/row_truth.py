@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.testing import assert_close
-from pbjax.batching import find_rows
-from pbjax.trace import trace
+from pbjax.batch_axes.propagation import find_rows
+from pbjax.graph.trace import trace
 
 BATCH, PROBE = 6, 2
 T, D, V = 4, 8, 16

@@ -4,7 +4,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 from pbjax.device import ResourceClass
-from pbjax.profiling import CorunRow, Profile, Row, Run, StageInfo, Timing
+from pbjax.planning.profiling import CorunRow, Profile, Row, Run, StageInfo, Timing
 
 from .fakes import provenance
 

@@ -3,7 +3,7 @@
 from itertools import combinations
 
 from pbjax.device import ResourceClass
-from pbjax.profiling import CorunRow, Outline, Profile, Row, grid
+from pbjax.planning.profiling import CorunRow, Outline, Profile, Row, grid
 from scripts.random_tables import SHAPES, random_rows, stage
 
 from .fakes import provenance

@@ -15,12 +15,13 @@ from pallas_kernels import norm
 from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gemm
-from pbjax import arguments, pipeline, roofline
+from pbjax import arguments, pipeline
 from pbjax.errors import FileError, InputError, InputTypeError
-from pbjax.generation import prompts, sampling
-from pbjax.generation.text import check_stop_strings
-from pbjax.profiling import Profile
-from pbjax.search import search
+from pbjax.inference.generation import prompts, sampling
+from pbjax.inference.generation.text import check_stop_strings
+from pbjax.planning.profiling import Profile
+from pbjax.planning.search import search
+from pbjax.roofline import report as roofline
 
 from .fakes import provenance
 from .search_tables import program
@@ -217,9 +218,9 @@ def test_arguments_of_a_search_of_another_type_are_refused_by_name(given, messag
 
 
 WRONG_TYPES = """
-from pbjax.plan import Plan
-from pbjax.profiling import Profile
-from pbjax.schedule import Split
+from pbjax.planning.plan import Plan
+from pbjax.planning.profiling import Profile
+from pbjax.planning.timetable import Split
 calls = {calls!r}
 for call in calls:
     try:

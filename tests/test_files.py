@@ -12,15 +12,15 @@ import pytest
 from pbjax.device import ResourceClass
 from pbjax.errors import FileError
 from pbjax.files import check_writable
-from pbjax.plan import Plan
-from pbjax.profile_rows import CorunRow, Row
-from pbjax.profiling import Profile
-from pbjax.roofline_checks import MeasuredTable
-from pbjax.roofline_checks import Row as MeasuredRow
-from pbjax.roofline_points import Measured
+from pbjax.planning.plan import Plan
+from pbjax.planning.profile_rows import CorunRow, Row
+from pbjax.planning.profiling import Profile
+from pbjax.roofline.measured_table import MeasuredTable
+from pbjax.roofline.measured_table import Row as MeasuredRow
+from pbjax.roofline.points import Measured
 
 from .fakes import provenance
-from .test_ceilings import FOUND
+from .planning.test_ceilings import FOUND
 from .test_plan import PLAN
 
 ROW = Row(

@@ -13,9 +13,9 @@ from flax import nnx
 import pbjax
 from pallas_kernels.testing import assert_close
 from pbjax import errors
-from pbjax.choices import whole_numbers
 from pbjax.device import find_device
-from pbjax.execution import Lane
+from pbjax.runtime.execution import Lane
+from pbjax.tuning.choices import whole_numbers
 
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form, check_outputs, run, small
@@ -272,7 +272,7 @@ def test_64_bit_inputs_of_numpy_are_taken_as_jax_takes_them(timer):
 )
 def test_faster_program_is_kept_and_the_reason_said(timer, monkeypatch, split_s, decision, reason):
     seconds = {"unsplit": 2e-3, "split": split_s, "sequential": 4e-3}
-    monkeypatch.setattr("pbjax.contest.measure", fake_measure(seconds))
+    monkeypatch.setattr("pbjax.tuning.autotune.measure", fake_measure(seconds))
     plan = run(small(), 6).plan
     assert plan.decision == decision
     assert reason in plan.reason
@@ -283,7 +283,7 @@ def test_faster_program_is_kept_and_the_reason_said(timer, monkeypatch, split_s,
 
 def test_gain_inside_the_noise_keeps_the_unsplit_program(timer, monkeypatch):
     seconds = {"unsplit": 2e-3, "split": 2e-3 - 1.5e-6, "sequential": 2e-3}
-    monkeypatch.setattr("pbjax.contest.measure", fake_measure(seconds))
+    monkeypatch.setattr("pbjax.tuning.autotune.measure", fake_measure(seconds))
     plan = run(small(), 6).plan
     assert plan.decision == "unsplit"
     assert "inside the noise" in plan.reason

@@ -14,14 +14,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import pbjax
 from pallas_kernels.testing import assert_close
-from pbjax import compilation, errors
-from pbjax.analysis import analyse
-from pbjax.choices import searched
+from pbjax import errors
 from pbjax.device import find_device
-from pbjax.phases import Phases
-from pbjax.plan import Plan
-from pbjax.profiling import Profile
-from pbjax.tables import measured_table
+from pbjax.planning.plan import Plan
+from pbjax.planning.profiling import Profile
+from pbjax.program.analysis import analyse
+from pbjax.runtime import compilation
+from pbjax.runtime.phases import Phases
+from pbjax.tuning.choices import searched
+from pbjax.tuning.measured_table import measured_table
 
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form, check_outputs, run, scan, small
@@ -47,7 +48,7 @@ def test_saved_plan_runs_without_any_measurement(timer, monkeypatch, tmp_path):
     def never(*_):
         raise AssertionError("a plan of this device decides without timing")
 
-    monkeypatch.setattr("pbjax.contest.measure", never)
+    monkeypatch.setattr("pbjax.tuning.autotune.measure", never)
     again = run(network, 6, plan=tmp_path / "plan.json")
     assert again.plan == first.plan
     assert not timer.stages
@@ -60,7 +61,7 @@ def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_p
     built = []
     lowered = compilation._lowered
     monkeypatch.setattr(
-        "pbjax.compilation._lowered",
+        "pbjax.runtime.compilation._lowered",
         lambda *args, **options: built.append(args[3].name) or lowered(*args, **options),
     )
     plan = run(small(), 6, split=(4, 2)).plan
@@ -82,7 +83,7 @@ def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_p
 def test_plan_that_decided_for_the_unsplit_program_runs_that(timer, monkeypatch):
     network = small()
     seconds = {"unsplit": 1e-3, "split": 2e-3, "sequential": 2e-3}
-    monkeypatch.setattr("pbjax.contest.measure", fake_measure(seconds))
+    monkeypatch.setattr("pbjax.tuning.autotune.measure", fake_measure(seconds))
     plan = run(network, 6).plan
     assert plan.decision == "unsplit"
     assert len(plan.sizes) > 1
@@ -93,7 +94,7 @@ def test_plan_that_decided_for_the_unsplit_program_runs_that(timer, monkeypatch)
 
 def test_unroll_of_a_plan_is_kept(timer, monkeypatch):
     unrolls = []
-    from pbjax import contest
+    from pbjax.tuning import autotune as contest
 
     lower_split = contest.lower_split
 
@@ -101,7 +102,7 @@ def test_unroll_of_a_plan_is_kept(timer, monkeypatch):
         unrolls.append(args[-1].unroll)
         return lower_split(*args)
 
-    monkeypatch.setattr("pbjax.contest.lower_split", spy)
+    monkeypatch.setattr("pbjax.tuning.autotune.lower_split", spy)
     plan = run(scan(4), 6, split=(3, 3), unroll=2).plan
     assert plan.unroll == 2
     del unrolls[:]
@@ -142,7 +143,7 @@ def test_plan_from_elsewhere_is_measured_again_and_says_so(timer, monkeypatch, f
     plan = replace(run(network, 6, split=(4, 2)).plan, **{field: value})
     timer.stages.clear()
     seconds = {"unsplit": 1e-3, "split": 2e-3, "sequential": 2e-3}
-    monkeypatch.setattr("pbjax.contest.measure", fake_measure(seconds))
+    monkeypatch.setattr("pbjax.tuning.autotune.measure", fake_measure(seconds))
     with pytest.warns(errors.PbjaxWarning) as caught:
         again = run(network, 6, plan=plan)
     (warned,) = caught
@@ -266,11 +267,11 @@ DECIDES = """
 import os, sys
 import jax
 sys.path.insert(0, sys.argv[1])
-from pbjax.analysis import analyse
-from pbjax.choices import searched
+from pbjax.program.analysis import analyse
+from pbjax.tuning.choices import searched
 from pbjax.device import find_device
-from pbjax.phases import Phases
-from pbjax.tables import measured_table
+from pbjax.runtime.phases import Phases
+from pbjax.tuning.measured_table import measured_table
 from tests.networks import NETWORKS
 network = NETWORKS["linen_scan"](2)
 device = find_device("cpu", num_cores=os.cpu_count() or 1)

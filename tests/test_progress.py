@@ -9,8 +9,8 @@ import pytest
 from jax import monitoring
 
 from pbjax import progress
-from pbjax.phases import Phases
 from pbjax.progress import PLAIN_INTERVAL_S, ProgressPrinter
+from pbjax.runtime.phases import Phases
 
 
 class Terminal(io.StringIO):

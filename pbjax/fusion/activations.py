@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels.gemm.activations import Activation
 from pallas_kernels.gemm.reference import activate
 from pbjax.fusion.reading import Reading
-from pbjax.trace import Atom, Operation
+from pbjax.graph.trace import Atom, Operation
 
 # The longest way of writing an activation that is followed; jax.nn.gelu takes 9 operations.
 MAX_STEPS = 24

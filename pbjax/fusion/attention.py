@@ -15,7 +15,7 @@ from pbjax.fusion.heads import Side, attention_match
 from pbjax.fusion.masks import NEVER, Part, Term
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 # So many operations may lie between the scores and what is done to them, to say what it is.
 NEAR = 6

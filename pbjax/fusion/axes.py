@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pbjax.fusion.reading import Reading
-from pbjax.trace import Atom, Operation
+from pbjax.graph.trace import Atom, Operation
 
 type Axis = tuple[int, ...]
 type Layout = tuple[Axis, ...]

@@ -16,7 +16,7 @@ from pallas_kernels.testing import assert_close
 from pbjax.errors import FusionError
 from pbjax.fusion.fusing import Fusion
 from pbjax.fusion.rewriting import Match, Operand
-from pbjax.trace import Aval, Graph, Operation, evaluate
+from pbjax.graph.trace import Aval, Graph, Operation, evaluate
 
 
 def verify(fusion: Fusion, *, seed: int = 0) -> None:

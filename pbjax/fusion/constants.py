@@ -13,7 +13,7 @@ import numpy as np
 from pbjax.fusion.activations import ELEMENTWISE
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
 from pbjax.fusion.reading import Source
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 # Larger ones are not computed: ALiBi's bias of 32 heads over 2,048 tokens has as many elements.
 MAX_ELEMENTS = 1 << 27

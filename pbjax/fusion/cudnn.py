@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import attention
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch, match, named, operand
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 PRIMITIVE = "dot_product_attention_fwd_wrapper"
 

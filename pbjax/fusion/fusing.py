@@ -15,7 +15,7 @@ from pbjax.fusion.norms import find_norm
 from pbjax.fusion.reading import VIEWS, Reading
 from pbjax.fusion.rewriting import Match, Mismatch, Miss, rewrite, structure
 from pbjax.fusion.selection import Patterns, Selection, selection_of
-from pbjax.trace import Atom, Graph, describe
+from pbjax.graph.trace import Atom, Graph, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

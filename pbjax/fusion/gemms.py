@@ -15,7 +15,7 @@ from pbjax.fusion.activations import cones, recognised
 from pbjax.fusion.axes import Axes, Axis, Layout, contract, labels_of
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

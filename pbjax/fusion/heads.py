@@ -28,7 +28,7 @@ from pbjax.fusion.masks import (
     whole_bias,
 )
 from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 
 class Side(NamedTuple):

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from pbjax.fusion.reading import VIEWS, Reading
-from pbjax.trace import Atom, Graph, evaluate, without_dead_code
+from pbjax.graph.trace import Atom, Graph, evaluate, without_dead_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from pbjax.trace import Atom, Graph, Operation, evaluate, loop_body, scan_parts
+from pbjax.graph.trace import Atom, Graph, Operation, evaluate, loop_body, scan_parts
 
 
 def body_of(operation: Operation, weights: frozenset[int]) -> tuple[Graph, frozenset[int]]:

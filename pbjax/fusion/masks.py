@@ -18,7 +18,7 @@ from jaxtyping import Array
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
 from pbjax.fusion.constants import Known, known
 from pbjax.fusion.reading import Reading
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 # From here on a number in a mask means "does not count"; exp of it is 0 in f32 by a wide margin.
 NEVER = -1e4

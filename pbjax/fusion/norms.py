@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch, match, operand
-from pbjax.trace import Atom
+from pbjax.graph.trace import Atom
 
 PATTERNS = ("layer_norm", "rms_norm", "add_norm")
 

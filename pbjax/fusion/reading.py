@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from pbjax.trace import Atom, Aval, Graph, Operation, describe, evaluate
+from pbjax.graph.trace import Atom, Aval, Graph, Operation, describe, evaluate
 
 # Further than this no chain of sums or products is followed.
 MAX_DEPTH = 16

@@ -10,9 +10,9 @@ from jax.extend.core import Literal
 from jaxtyping import Array
 
 from pallas_kernels.operation import PRIMITIVE
-from pbjax.dataflow import signature
 from pbjax.fusion.reading import Reading, Source
-from pbjax.trace import Atom, Aval, Graph, Operation, describe, trace, without_dead_code
+from pbjax.graph.dataflow import signature
+from pbjax.graph.trace import Atom, Aval, Graph, Operation, describe, trace, without_dead_code
 
 
 class Mismatch(Exception):

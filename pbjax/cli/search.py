@@ -1,0 +1,231 @@
+"""The commands `pbjax profile` and `pbjax search`: tables, and plans from them without a GPU.
+
+`profile` measures the stages of a model on the device of JAX; `search` plans for a device that need
+not be there, from a table that was measured on one. Both take models by the name of a preset or by
+a folder with a config.json, with random weights or none, up to their last hidden states.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pbjax.cli.devices import named_device, this_device
+from pbjax.cli.paths import path_option, to_source
+from pbjax.errors import DeviceError, InputError, warn
+from pbjax.files import check_writable
+
+if TYPE_CHECKING:
+    from pbjax.device import Device
+    from pbjax.planning.profiling import Profile
+    from pbjax.planning.program_summary import Outline
+    from pbjax.program.analysis import Analysis
+    from pbjax.tuning.preset_model import ForwardPass
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A preset, such as bert-base, or a folder with a config.json.", parser=to_source
+    ),
+]
+Batch = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
+Seq = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens or frames of a row; the usual ones of a benchmark if absent."),
+]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def profile(
+    model: Model,
+    batch: Batch,
+    out: Annotated[Path, path_option(help="Table to write, or to complete if it is there.")],
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    device: Annotated[
+        str | None, typer.Option(help="What this device must be; any that is there if absent.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the stages of a model on this device, alone and side by side."""
+    from pbjax.progress import ProgressPrinter
+    from pbjax.runtime.phases import Phases
+    from pbjax.tuning.measured_table import measured_table
+    from pbjax.tuning.preset_model import ForwardPass
+
+    began = time.perf_counter()
+    here = _profiled_device(device)
+    asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
+    if not out.exists():
+        check_writable("pbjax profile --out", out)
+    with ProgressPrinter() as progress:
+        phases = Phases(progress)
+        with phases.phase("analyse"):
+            analysis, leaves = asked.filled(here)
+        found = measured_table(analysis, leaves, out, phases, asked.command(here, out.name))
+    seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
+    document = {
+        "table": str(out),
+        "device_kind": here.kind,
+        "rows": len(found.profile.rows),
+        "pairs": len(found.profile.corun),
+        "measured": found.rows_measured,
+        "seconds": round(time.perf_counter() - began, 1),
+        "phases": seconds,
+    }
+    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here, out)))
+
+
+def search(
+    model: Model,
+    device: Annotated[str, typer.Option(help="Kind of device, such as nvidia-h200.")],
+    batch: Batch,
+    seq: Seq = None,
+    dtype: Dtype = "bfloat16",
+    table: Annotated[
+        Path | None, path_option("--profile", help="Measured table; the shipped one if absent.")
+    ] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Also predict every split, to check the search.")
+    ] = False,
+    save_plan: Annotated[Path | None, path_option(help="Where to write the plan.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search how to run a batch on a device, from its measured table; no device is needed."""
+    from pbjax.planning.search import SearchOptions
+    from pbjax.planning.search import search as run
+    from pbjax.tuning.offline_plan import document_of, plan_of, plan_text
+    from pbjax.tuning.preset_model import ForwardPass
+
+    target = named_device("pbjax search", device)  # before what takes longer
+    check_writable("--save-plan", save_plan)
+    asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
+    path = table or _shipped(target, asked)
+    measured = _table(path, target)
+    analysis = asked.in_shapes(target)
+    outline = _measured_outline(asked, analysis, measured, path)
+    measured = measured.only(outline)
+    options = SearchOptions(memory_limit_bytes=target.memory_bytes)
+    found = run(outline, measured, batch, options)
+    plan = plan_of(analysis, outline, measured, found)
+    best = run(outline, measured, batch, options, "exhaustive") if exhaustive else None
+    if save_plan is not None:
+        plan.save(save_plan)
+        print(f"written: {save_plan}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(document_of(plan, found, best)))
+    else:
+        print(plan_text(plan, measured, found, best, title=asked.name))
+
+
+def _profiled_device(wanted: str | None) -> "Device":
+    asked = "pbjax profile"
+    named = None if wanted is None else named_device(asked, wanted)  # before JAX looks for devices
+    here = this_device(asked)
+    if named is not None and named.kind != here.kind:
+        raise DeviceError(
+            f"{asked} --device {wanted}: the first device of JAX is {here.kind!r}; a table "
+            "is measured on its device; run this there, or leave out --device"
+        )
+    return here
+
+
+def _shipped(device: "Device", asked: "ForwardPass") -> Path:
+    from pbjax.planning.profiling import find_profile, find_profiles
+
+    name = asked.name
+    path = find_profile(device.slug, name)
+    if path is None:
+        import_module("models.presets").find_shape(asked.model, asked.dtype)  # if it is a model
+        there = ", ".join(each.stem for each in find_profiles(device.slug))
+        there = f"there are tables of {there}" if there else "none ships for it at all"
+        raise InputError(
+            f"pbjax search --device {device.slug} --model {name}: no table of this model ships "
+            f"for this device; {there}; measure one on that device with "
+            "`pbjax profile`, and give it by --profile"
+        )
+    return path
+
+
+def _table(path: Path, device: "Device") -> "Profile":
+    import jax
+
+    from pbjax.planning.profiling import Profile, usable_rows
+
+    table = Profile.load(path)
+    kind = table.provenance.device_kind
+    if kind != device.kind:
+        raise DeviceError(
+            f"pbjax search --device {device.slug}: the table {path} is of {kind!r}; seconds of one "
+            "device say nothing of another; name its device, or give a table of this one by "
+            "--profile"
+        )
+    warning = usable_rows(table, kind, jax.__version__).warning
+    if warning:
+        warn(warning)
+    return table
+
+
+def _measured_outline(
+    asked: "ForwardPass", analysis: "Analysis", table: "Profile", path: Path
+) -> "Outline":
+    """The stages as the table knows them: cut for this batch, or else for the one it was made at.
+
+    Raises:
+      InputError: It does not know every stage, or not at this batch.
+    """
+    batch, known = asked.batch_size, {row.fingerprint for row in table.rows}
+    largest = max((row.batch_size for row in table.rows), default=0)
+    command = asked.command(analysis.device)
+    outline, missing = analysis.outline, _unknown(analysis.outline, known)
+    if missing and batch < largest:
+        outline = replace(asked, batch_size=largest).in_shapes(analysis.device).outline
+    if _unknown(outline, known):
+        length = "" if asked.length is None else f" at a length of {asked.length}"
+        raise InputError(
+            f"pbjax search --model {asked.model}: in {asked.dtype}{length} its stages "
+            f"{', '.join(missing)} are not in the table {path}, which is of "
+            f"{_kinds(table)}; every stage must have been measured; ask for what is there by "
+            f"--dtype and --seq, or measure on the device: {command}"
+        )
+    if outline is not analysis.outline:
+        print(
+            f"{asked.name}: cut into stages as at a batch of {largest}, where the table was made; "
+            f"at {batch} it would be cut otherwise",
+            file=sys.stderr,
+        )
+    reached = min(table.curve(stage).sizes[-1] for stage in outline.stages)
+    if batch > reached:
+        raise InputError(
+            f"pbjax search --batch {batch}: the table {path} reaches {reached} rows; batches up to "
+            f"that are allowed; measure more on the device: {command}"
+        )
+    return outline
+
+
+def _unknown(outline: "Outline", known: Collection[str]) -> list[str]:
+    return [stage.name for stage in outline.stages if stage.fingerprint not in known]
+
+
+def _kinds(table: "Profile") -> str:
+    """What its rows were measured on, such as "bfloat16 rows of 384 x 768"."""
+    kinds = {(row.dtype, row.shape) for row in table.rows}
+    found = [f"{dtype} rows of {' x '.join(map(str, shape))}" for dtype, shape in sorted(kinds)]
+    return " and ".join(found) or "no stage"
+
+
+def _profile_text(document: dict[str, Any], command: str) -> str:
+    phases = ", ".join(f"{name} {seconds} s" for name, seconds in document["phases"].items())
+    done = "written" if document["measured"] else "complete already"
+    return (
+        f"{document['device_kind']}: {document['rows']} rows and {document['pairs']} pairs, "
+        f"{document['measured']} of them new, in {document['seconds']} s ({phases})\n"
+        f"{done}: {document['table']}\nagain: {command}"
+    )

@@ -1,0 +1,1 @@
+"""A step that carries state, split once and held in pieces; its sub-batches interleaved."""

@@ -1,0 +1,122 @@
+"""Two sub-batches as one function of woven launches.
+
+The operations of both run in the order that `weave` gives; a host and the piece of a guest beside
+it become one launch, by the arguments that traced kernels keep. Layers are not scanned over: each
+keeps its own weights and caches, since a kernel would get a copy of a slice of a stack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.extend.core import Literal
+from jaxtyping import Array
+
+from pallas_kernels.corun import pairs
+from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.operation import arguments_of
+from pbjax.decode.interleave import Launch, Piece, Role
+from pbjax.graph.trace import Graph, Operation, evaluate
+
+
+def call_of(operation: Operation, operands: Sequence) -> pairs.Call:
+    """The call that a kernel operation was traced from.
+
+    Args:
+      operation: Of a host or a guest.
+      operands: Its operands, or their shapes and dtypes.
+    """
+    return pairs.Call(
+        name=operation.params["name"], arguments=arguments_of(operation.params, operands)
+    )
+
+
+def role_of(operation: Operation) -> Role:
+    """What an operation can do in a launch."""
+    name = operation.params["name"] if operation.primitive == KERNEL else None
+    if name in pairs.HOSTS:
+        return Role.HOST
+    return Role.GUEST if name in pairs.GUESTS else Role.ALONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WovenProgram:
+    """A function of the weights and of both sub-batches' inputs.
+
+    Attributes:
+      graphs: The model traced at the sizes of the two sub-batches.
+      launches: What runs, in order.
+    """
+
+    graphs: tuple[Graph, Graph]
+    launches: tuple[Launch, ...]
+
+    def __call__(
+        self, weights: Sequence[Array], first: Sequence[Array], second: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """The outputs of both sub-batches, flattened.
+
+        Args:
+          weights: Leaves of the params, then captured arrays.
+          first: Leaves of the inputs of one sub-batch.
+          second: Of the other.
+        """
+        lanes = [
+            _Lane(graph, weights, inputs)
+            for graph, inputs in zip(self.graphs, (first, second), strict=True)
+        ]
+        for launch in self.launches:
+            main, guest = launch.main, launch.guest
+            if guest is None:
+                lanes[main.lane].run(main)
+            else:
+                host, riding = lanes[main.lane].call(main), lanes[guest.lane].call(guest)
+                with jax.named_scope("beside"):
+                    results, part = pairs.beside(host, riding, guest.first, guest.count)
+                lanes[main.lane].finish(main, results)
+                lanes[guest.lane].finish(guest, part)
+        return lanes[0].outputs(), lanes[1].outputs()
+
+
+class _Lane:
+    """The values of one sub-batch on its way; parts of a guest are kept until it is whole."""
+
+    def __init__(self, graph: Graph, weights: Sequence[Array], inputs: Sequence[Array]):
+        self._graph = graph
+        self._values: dict[int, Array] = dict(zip(graph.weights, weights, strict=True))
+        self._values.update(zip(graph.inputs, inputs, strict=True))
+        self._parts: list[Sequence[Array]] = []
+
+    def run(self, piece: Piece) -> None:
+        """Runs a piece of an operation by itself."""
+        operation = self._graph.operations[piece.item]
+        if role_of(operation) == Role.GUEST:
+            call = self.call(piece)
+            if piece.count < pairs.num_parts(call):
+                self.finish(piece, pairs.part(call, piece.first, piece.count))
+                return
+        evaluate([operation], self._values)
+
+    def call(self, piece: Piece) -> pairs.Call:
+        """The kernel of an operation with its arguments."""
+        operation = self._graph.operations[piece.item]
+        return call_of(operation, [self._read(atom) for atom in operation.inputs])
+
+    def finish(self, piece: Piece, results: object) -> None:
+        """Takes what a piece returned; with the last one the operation is done."""
+        operation = self._graph.operations[piece.item]
+        self._parts.append(jax.tree.leaves(results))
+        if role_of(operation) == Role.GUEST:
+            call = self.call(piece)
+            if piece.first + piece.count < pairs.num_parts(call):
+                return
+        whole = [pairs.join(parts) for parts in zip(*self._parts, strict=True)]
+        self._parts = []
+        self._values.update(zip(operation.outputs, whole, strict=True))
+
+    def outputs(self) -> list[Array]:
+        """What the model returns for this sub-batch."""
+        return [self._read(atom) for atom in self._graph.outputs]
+
+    def _read(self, atom: int | Literal) -> Array:
+        return atom.val if isinstance(atom, Literal) else self._values[atom]

@@ -1,0 +1,1 @@
+"""Pictures and pages of plain data; nothing is computed here."""

@@ -1,0 +1,394 @@
+"""FLOPs and bytes of one traced equation: the only place that counts them.
+
+FLOPs are counted as XLA counts them, so that whole programs agree with its cost analysis: two for
+each multiply-add, one for each element of an elementwise operation whatever its dtype, and none for
+the transcendental functions, which have a count of their own. Bytes are each input read once and
+each output written once; for look-ups and slices only what is touched. How fast a device does it is
+decided in `classify`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from pallas_kernels.operation import PRIMITIVE as KERNEL
+from pallas_kernels.operation import arguments_of
+from pbjax.graph.kernel_costs import flops_instead, share_of_pairs, unread_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What an operation computes and moves.
+
+    Attributes:
+      flops: Arithmetic operations, without transcendental functions.
+      bytes: Bytes read and written.
+      transcendentals: Evaluations of exp, log, tanh, sqrt and the like.
+      exact: False where a trip count or a branch is not known before the run: loops without a known
+        length count once, branches as their costliest.
+      known: False if a primitive is none that is counted here; its FLOPs are then missing.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    transcendentals: float = 0.0
+    exact: bool = True
+    known: bool = True
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs, transcendental functions among them, per byte."""
+        work = self.flops + self.transcendentals
+        return work / self.bytes if self.bytes else (math.inf if work else 0.0)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """The cost of doing both."""
+        return Cost(
+            flops=self.flops + other.flops,
+            bytes=self.bytes + other.bytes,
+            transcendentals=self.transcendentals + other.transcendentals,
+            exact=self.exact and other.exact,
+            known=self.known and other.known,
+        )
+
+    def times(self, count: int) -> "Cost":
+        """The cost of doing it count times."""
+        return Cost(
+            flops=count * self.flops,
+            bytes=count * self.bytes,
+            transcendentals=count * self.transcendentals,
+            exact=self.exact,
+            known=self.known,
+        )
+
+
+def equation_cost(equation: JaxprEqn) -> Cost:
+    """Counts one equation; a loop, branch or call by its body.
+
+    Args:
+      equation: Any equation of a jaxpr.
+
+    Returns:
+      Its cost. An unknown primitive has known=False, no FLOPs, and the bytes of its operands.
+    """
+    name = equation.primitive.name
+    if name in _NESTED:
+        return _NESTED[name](equation)
+    if name in CALLS:
+        return _body_cost(equation.params[CALLS[name]])
+    if name in VIEWS:
+        return Cost()
+    moved = float(_TOUCHED.get(name, _all_bytes)(equation))
+    elements = float(_out_elements(equation))
+    if name in _TRANSCENDENTAL:
+        extra, functions = _TRANSCENDENTAL[name]
+        return Cost(flops=extra * elements, transcendentals=functions * elements, bytes=moved)
+    if name in _ELEMENTWISE:
+        return Cost(flops=elements, bytes=moved)
+    if name in _FLOPS:
+        return Cost(flops=float(_FLOPS[name](equation)), bytes=moved)
+    return Cost(bytes=moved, known=name in _MOVES)
+
+
+def total_cost(costs: Iterable[Cost]) -> Cost:
+    """The sum of costs; zero if there are none."""
+    return sum(costs, Cost())
+
+
+def _shape(atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _elements(atom) -> int:
+    return math.prod(_shape(atom))
+
+
+def _nbytes(atom) -> int:
+    return _elements(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+
+
+def _out_elements(equation: JaxprEqn) -> int:
+    return _elements(equation.outvars[0])
+
+
+def _all_bytes(equation: JaxprEqn) -> int | float:
+    return sum(map(_nbytes, equation.invars)) + sum(map(_nbytes, equation.outvars))
+
+
+# What is read or written of an operand that is only looked into.
+
+
+def _gather_bytes(equation: JaxprEqn) -> int | float:
+    return 2 * _nbytes(equation.outvars[0]) + _nbytes(equation.invars[1])
+
+
+def _scatter_bytes(equation: JaxprEqn) -> int | float:
+    updates = _nbytes(equation.invars[2])
+    combined = updates if equation.primitive.name != "scatter" else 0
+    return 2 * updates + combined + _nbytes(equation.invars[1])
+
+
+def _slice_bytes(equation: JaxprEqn) -> int | float:
+    return 2 * sum(map(_nbytes, equation.outvars))
+
+
+def _update_bytes(equation: JaxprEqn) -> int | float:
+    return 2 * _nbytes(equation.invars[1])
+
+
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
+_TOUCHED: Mapping[str, Callable[[JaxprEqn], int | float]] = {
+    "gather": _gather_bytes,
+    "slice": _slice_bytes,
+    "dynamic_slice": _slice_bytes,
+    "dynamic_update_slice": _update_bytes,
+    **dict.fromkeys(_SCATTERS, _scatter_bytes),
+}
+
+
+# FLOPs of everything that is not one for each element.
+
+
+def _dot_flops(equation: JaxprEqn) -> int | float:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    shape = _shape(equation.invars[0])
+    return 2 * _out_elements(equation) * math.prod(shape[int(axis)] for axis in contracting)
+
+
+def _ragged_dot_flops(equation: JaxprEqn) -> int | float:
+    return 2 * _out_elements(equation) * _shape(equation.invars[0])[-1]
+
+
+def _conv_flops(equation: JaxprEqn) -> int | float:
+    """Two for each product of an input entry that exists; those with padding are not counted."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    lhs, rhs, out = (_shape(var) for var in (*equation.invars, equation.outvars[0]))
+    taps = math.prod(
+        _valid_taps(
+            size=lhs[numbers.lhs_spec[i + 2]],
+            window=rhs[numbers.rhs_spec[i + 2]],
+            num_out=out[numbers.out_spec[i + 2]],
+            stride=params["window_strides"][i],
+            low=params["padding"][i][0],
+            spread=params["lhs_dilation"][i],
+            dilation=params["rhs_dilation"][i],
+        )
+        for i in range(len(lhs) - 2)
+    )
+    batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
+    return 2 * batch * features * rhs[numbers.rhs_spec[1]] * taps / params["batch_group_count"]
+
+
+def _valid_taps(
+    *, size: int, window: int, num_out: int, stride: int, low: int, spread: int, dilation: int
+) -> int:
+    """How often a window along one axis meets an entry that is there."""
+    count = 0
+    for tap in range(window):
+        first = tap * dilation - low
+        if spread == 1:
+            start = max(0, -(first // stride)) if first < 0 else 0
+            stop = min(num_out, (size - 1 - first) // stride + 1)
+            count += max(0, stop - start)
+        else:
+            positions = (first + i * stride for i in range(num_out))
+            count += sum(p % spread == 0 and 0 <= p // spread < size for p in positions)
+    return count
+
+
+def _reduce_flops(equation: JaxprEqn) -> int | float:
+    return _elements(equation.invars[0]) - _out_elements(equation)
+
+
+def _window_flops(equation: JaxprEqn) -> int | float:
+    return _out_elements(equation) * (math.prod(equation.params["window_dimensions"]) - 1)
+
+
+def _cumulative_flops(equation: JaxprEqn) -> int | float:
+    length = _shape(equation.invars[0])[equation.params["axis"]]
+    return _elements(equation.invars[0]) * (length - 1) / length if length else 0
+
+
+def _sort_flops(equation: JaxprEqn) -> int | float:
+    length = _shape(equation.invars[0])[equation.params["dimension"]]
+    return _elements(equation.invars[0]) * math.ceil(math.log2(max(length, 2)))
+
+
+def _top_k_flops(equation: JaxprEqn) -> int | float:
+    return _elements(equation.invars[0]) * math.ceil(math.log2(max(equation.params["k"], 2)))
+
+
+def _power_flops(equation: JaxprEqn) -> int | float:
+    """Multiplications by repeated squaring, and a division where the exponent is negative."""
+    exponent = abs(equation.params["y"])
+    products = exponent.bit_length() + exponent.bit_count() - 2 if exponent else 0
+    return _out_elements(equation) * (products + (equation.params["y"] < 0))
+
+
+def _scatter_flops(equation: JaxprEqn) -> int | float:
+    return 0 if equation.primitive.name == "scatter" else _elements(equation.invars[2])
+
+
+def _random_flops(equation: JaxprEqn) -> int | float:
+    """Threefry: 20 rounds of 5 operations make two words."""
+    return 50 * sum(map(_elements, equation.outvars))
+
+
+def _fft_flops(equation: JaxprEqn) -> int | float:
+    points = math.prod(equation.params["fft_lengths"])
+    elements = max(_elements(equation.invars[0]), _out_elements(equation))
+    return 5 * elements * math.log2(max(points, 2))
+
+
+def _attention_flops(equation: JaxprEqn) -> int | float:
+    """The two products of attention; every score counts, masked or not."""
+    query, key = (_shape(var) for var in equation.invars[:2])
+    length = key[2] if equation.params["layout"] else key[1]
+    return 4 * math.prod(query) * length
+
+
+_FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
+    "dot_general": _dot_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+    "conv_general_dilated": _conv_flops,
+    "integer_pow": _power_flops,
+    "sort": _sort_flops,
+    "top_k": _top_k_flops,
+    "approx_top_k": _top_k_flops,
+    "fft": _fft_flops,
+    "dot_product_attention_fwd_wrapper": _attention_flops,
+    **dict.fromkeys(_SCATTERS, _scatter_flops),
+    **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), _random_flops),
+    **dict.fromkeys(("random_fold_in", "random_split", "random_seed"), _random_flops),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window_flops),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative_flops),
+    **dict.fromkeys(
+        (
+            *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+            *("reduce_xor", "reduce", "argmax", "argmin"),
+        ),
+        _reduce_flops,
+    ),
+}
+
+# FLOPs and transcendental functions for each element: XLA has a few of these functions itself and
+# writes the others out, logistic(x) as 1 / (1 + exp(-x)) and erfc(x) as polynomials.
+_TRANSCENDENTAL: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(
+        ("atan", "atan2", "cbrt", "cos", "erf", "exp", "expm1", "log", "log1p", "pow", "rsqrt"),
+        (0, 1),
+    ),
+    **dict.fromkeys(("sin", "sqrt", "tan", "tanh"), (0, 1)),
+    "acos": (3, 2),
+    "acosh": (7, 4),
+    "asin": (5, 2),
+    "asinh": (11, 3),
+    "atanh": (6, 2),
+    "bessel_i0e": (83, 1),
+    "bessel_i1e": (83, 1),
+    "cosh": (3, 2),
+    "digamma": (75, 3),
+    "erf_inv": (37, 2),
+    "erfc": (60, 1),
+    "exp2": (1, 1),
+    "lgamma": (52, 4),
+    "log2": (1, 1),
+    "logistic": (3, 1),
+    "sinh": (10, 3),
+}
+
+_ELEMENTWISE_NAMES = """
+    abs add add_any and ceil clamp clz complex conj convert_element_type div eq eq_to floor ge gt
+    is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or
+    population_count reduce_precision rem round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign square sub xor
+"""
+
+# The same bytes under another shape or name: nothing moves.
+_VIEW_NAMES = """
+    bitcast_convert_type expand_dims layout_constraint name optimization_barrier pvary random_unwrap
+    random_wrap reshape sharding_constraint squeeze stop_gradient platform_index
+"""
+
+_MOVE_NAMES = """
+    broadcast_in_dim concatenate copy copy_p device_put dynamic_slice dynamic_update_slice empty
+    empty2 gather imag iota pad random_clone real rev slice split stack tile transpose unstack
+    zeros_like
+"""
+
+_ELEMENTWISE, VIEWS, _MOVES = (
+    frozenset(names.split()) for names in (_ELEMENTWISE_NAMES, _VIEW_NAMES, _MOVE_NAMES)
+)
+
+# Primitives that only call, and the parameter that holds what they call.
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+def _body_cost(body: Jaxpr | ClosedJaxpr) -> Cost:
+    jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+    return total_cost(equation_cost(equation) for equation in jaxpr.eqns)
+
+
+def _scan_cost(equation: JaxprEqn) -> Cost:
+    return _body_cost(equation.params["jaxpr"]).times(equation.params["length"])
+
+
+def _while_cost(equation: JaxprEqn) -> Cost:
+    once = _body_cost(equation.params["cond_jaxpr"]) + _body_cost(equation.params["body_jaxpr"])
+    return once + Cost(exact=False)
+
+
+def _cond_cost(equation: JaxprEqn) -> Cost:
+    costs = [_body_cost(branch) for branch in equation.params["branches"]]
+    costliest = max(costs, key=lambda cost: (cost.flops, cost.transcendentals, cost.bytes))
+    return costliest + Cost(exact=costs.count(costliest) == len(costs))
+
+
+def _pallas_cost(equation: JaxprEqn) -> Cost:
+    """What the kernel's author declared; without a declaration the kernel is unknown."""
+    estimate = equation.params.get("cost_estimate")
+    if estimate is None:
+        return Cost(bytes=float(_all_bytes(equation)), known=False)
+    return Cost(
+        flops=float(estimate.flops),
+        bytes=float(estimate.bytes_accessed),
+        transcendentals=float(estimate.transcendentals),
+    )
+
+
+def _kernel_cost(equation: JaxprEqn) -> Cost:
+    """The arithmetic of what a kernel means, as the kernel does it; only operands and results."""
+    params = equation.params
+    name, operands = params["name"], [atom.aval for atom in equation.invars]
+    given = arguments_of(params, operands)
+    plain, share = _body_cost(params["plain"]), share_of_pairs(name, operands)
+    return Cost(
+        flops=share * plain.flops + flops_instead(name, given),
+        bytes=float(_all_bytes(equation)) - unread_bytes(name, given),
+        transcendentals=share * plain.transcendentals,
+        exact=plain.exact and share == 1.0,
+        known=plain.known,
+    )
+
+
+_NESTED: Mapping[str, Callable[[JaxprEqn], Cost]] = {
+    KERNEL: _kernel_cost,
+    "scan": _scan_cost,
+    "while": _while_cost,
+    "cond": _cond_cost,
+    "pallas_call": _pallas_cost,
+}

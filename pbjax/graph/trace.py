@@ -1,0 +1,378 @@
+"""From a function to a flat graph of operations.
+
+`trace` runs the function abstractly and inlines every nested call (jit, remat, custom
+derivatives), so that what remains is one list of operations in program order. Loops and branches
+(scan, while, cond) stay whole. Values are numbered: weights first, then inputs, then the results
+of the operations in order; a function traced at another batch size gives the same numbers, which
+is what lets one cutting of the graph serve sub-batches of every size. What the operations cost,
+and where the batch lies, is not decided here.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxtyping import Array
+
+import pallas_kernels
+from pbjax.errors import ModelError
+from pbjax.graph.cost import CALLS
+
+type Atom = int | Literal
+
+# Frames that are no line of the user's model; a model may lie in any folder, one named jax or pbjax
+# among them.
+_PBJAX = Path(__file__).parents[1]
+_LIBRARIES = (Path(jax.__file__).parent, Path(pallas_kernels.__file__).parent, _PBJAX)
+_NOT_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
+_FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
+
+
+@runtime_checkable
+class Aval(Protocol):
+    """Shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One equation of the flat graph.
+
+    Attributes:
+      primitive: Name of the JAX primitive, such as "dot_general".
+      scope: Name scopes around it, joined by "/"; empty where the program names none.
+      inputs: Numbers of the values it reads; literals stand for themselves.
+      outputs: Numbers of the values it writes.
+      equation: The traced equation, for its parameters and for running it.
+    """
+
+    primitive: str
+    scope: str
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    equation: JaxprEqn
+
+    @property
+    def params(self) -> Mapping:
+        """The parameters of the primitive."""
+        return self.equation.params
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A traced function: values 0 .. num_weights - 1 are weights, the next num_inputs are inputs.
+
+    Attributes:
+      avals: Shape and dtype of every value, by its number.
+      operations: In program order; each value is written once, before it is read.
+      num_weights: How many values are parameters or arrays that the function captured.
+      num_inputs: How many values are inputs of a call.
+      outputs: What the function returns, flattened.
+      constants: The captured arrays: the last of the weights.
+      names: One for each weight and input, as error messages and reports call them.
+      out_tree: Structure of what the function returns.
+    """
+
+    avals: tuple[Aval, ...]
+    operations: tuple[Operation, ...]
+    num_weights: int
+    num_inputs: int
+    outputs: tuple[Atom, ...]
+    constants: tuple[jax.Array | np.ndarray, ...]
+    names: tuple[str, ...]
+    out_tree: jax.tree_util.PyTreeDef
+
+    @property
+    def weights(self) -> range:
+        """Numbers of the weights."""
+        return range(self.num_weights)
+
+    @property
+    def inputs(self) -> range:
+        """Numbers of the inputs of a call."""
+        return range(self.num_weights, self.num_weights + self.num_inputs)
+
+
+def trace(apply: Callable, params: object, *inputs: object) -> Graph:
+    """Traces apply(params, *inputs) into a flat graph.
+
+    Args:
+      apply: A function that JAX can trace.
+      params: Pytree of arrays or of their shapes and dtypes; its leaves become the weights.
+      *inputs: Pytrees of arrays or of their shapes and dtypes.
+
+    Returns:
+      The graph, without operations that no output needs.
+
+    Raises:
+      ModelError: The function has side effects.
+    """
+    closed, out_shape = jax.make_jaxpr(apply, return_shape=True)(params, *inputs)
+    if closed.effects:
+        effects = ", ".join(sorted(str(effect) for effect in closed.effects))
+        raise ModelError(
+            f"trace: the model has side effects ({effects}); only pure functions can run in "
+            "sub-batches; remove debug prints and callbacks from the model"
+        )
+    named = _leaf_names("params", params), _leaf_names("inputs", inputs)
+    names = named[0] + [f"captured[{i}]" for i in range(len(closed.consts))] + named[1]
+    builder = _Builder()
+    variables = closed.jaxpr.invars
+    leaves = variables[: len(named[0])] + closed.jaxpr.constvars + variables[len(named[0]) :]
+    env: dict[Var, Atom] = {var: builder.add(var) for var in leaves}
+    builder.inline(closed.jaxpr, env, "")
+    outputs = tuple(_read(env, atom) for atom in closed.jaxpr.outvars)
+    num_weights = len(named[0]) + len(closed.consts)
+    return without_dead_code(
+        Graph(
+            avals=tuple(builder.avals),
+            operations=tuple(builder.operations),
+            num_weights=num_weights,
+            num_inputs=len(leaves) - num_weights,
+            outputs=outputs,
+            constants=tuple(closed.consts),
+            names=tuple(names),
+            out_tree=jax.tree.structure(out_shape),
+        )
+    )
+
+
+def evaluate(operations: Sequence[Operation], env: dict[int, Array]) -> None:
+    """Runs operations in order, reading and writing the values in env by their numbers."""
+    for operation in operations:
+        equation = operation.equation
+        args = [a.val if isinstance(a, Literal) else env[a] for a in operation.inputs]
+        scope = jax.named_scope(operation.scope) if operation.scope else contextlib.nullcontext()
+        with scope, equation.ctx.manager:
+            params = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*args, **params)
+        if not equation.primitive.multiple_results:
+            results = [results]
+        env.update(zip(operation.outputs, results, strict=True))
+
+
+def difference(graph: Graph, other: Graph) -> str | None:
+    """Names the first place where two traces of a function differ in more than shapes.
+
+    The values of literals may differ: jax.numpy adds the length of an axis to negative indices, and
+    a mean over the batch divides by its size. Which of these a model may do is asked in `batching`.
+
+    Returns:
+      None if the graphs have the same operations on the same values.
+    """
+    for a, b in zip(graph.operations, other.operations, strict=False):
+        if a.primitive != b.primitive or len(a.inputs) != len(b.inputs):
+            return f"{describe(a)} becomes {describe(b)}"
+        for x, y in zip(a.inputs, b.inputs, strict=True):
+            if not _same_atom(x, y):
+                return f"an input of {describe(a)} changes from {x} to {y}"
+    if len(graph.operations) != len(other.operations):
+        return f"{len(graph.operations)} operations become {len(other.operations)}"
+    if len(graph.outputs) != len(other.outputs):
+        return f"{len(graph.outputs)} outputs become {len(other.outputs)}"
+    for number, (x, y) in enumerate(zip(graph.outputs, other.outputs, strict=True)):
+        if not _same_atom(x, y):
+            return f"output {number} changes from {x} to {y}"
+    return _constant_difference(graph, other)
+
+
+def describe(operation: Operation) -> str:
+    """The operation's primitive and scope, and its line in the user's source, for messages."""
+    where = f" in {operation.scope}" if operation.scope else ""
+    frame = _user_frame(operation.equation)
+    return f"{operation.primitive}{where}{f' ({frame})' if frame else ''}"
+
+
+def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
+    """The body of a loop or branch as a graph; its inputs are those of the body.
+
+    Args:
+      operation: A scan, while or cond.
+      name: The parameter that holds the body: "jaxpr" of a scan, "body_jaxpr" of a while.
+    """
+    return body_graph(operation.params[name])
+
+
+def body_graph(body: ClosedJaxpr | Jaxpr) -> Graph:
+    """A nested jaxpr as a graph of its own; the arrays it captured are its weights."""
+    consts, jaxpr = _consts(body), _open(body)
+    builder = _Builder()
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    env: dict[Var, Atom] = {var: builder.add(var) for var in variables}
+    builder.inline(jaxpr, env, "")
+    return without_dead_code(
+        Graph(
+            avals=tuple(builder.avals),
+            operations=tuple(builder.operations),
+            num_weights=len(consts),
+            num_inputs=len(jaxpr.invars),
+            outputs=tuple(_read(env, atom) for atom in jaxpr.outvars),
+            constants=tuple(consts),
+            names=tuple(f"body[{i}]" for i in range(len(env))),
+            out_tree=jax.tree.structure([0] * len(jaxpr.outvars)),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanParts:
+    """Operands and results of a scan by their roles, in the numbering of the graph around it."""
+
+    consts: tuple[Atom, ...]
+    carry: tuple[Atom, ...]
+    xs: tuple[Atom, ...]
+    carry_out: tuple[int, ...]
+    ys: tuple[int, ...]
+
+
+def scan_parts(operation: Operation) -> ScanParts:
+    """Splits the operands and results of a scan by their roles."""
+    roles_in = operation.params["ft_in"].update(operation.inputs).unpack()
+    roles_out = operation.params["ft_out"].update(operation.outputs).unpack()
+    consts, carry, xs = (tuple(role) for role in roles_in)
+    carry_out, ys = (tuple(role) for role in roles_out)
+    return ScanParts(consts=consts, carry=carry, xs=xs, carry_out=carry_out, ys=ys)
+
+
+def _user_frame(equation: JaxprEqn) -> str:
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else []
+    for frame in frames:
+        path = frame.file_name
+        if not path.startswith(_NOT_USERS) and not any(part in path for part in _FLAX):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.line_num}"
+    return ""
+
+
+def _leaf_names(root: str, tree: object) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [root + jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _read(env: Mapping[Var, Atom], atom: Var | Literal) -> Atom:
+    return atom if isinstance(atom, Literal) else env[atom]
+
+
+class _Builder:
+    """Collects avals and operations while nested calls are inlined."""
+
+    def __init__(self):
+        self.avals: list[Aval] = []
+        self.operations: list[Operation] = []
+
+    def add(self, var: Var) -> int:
+        self.avals.append(cast(Aval, var.aval))
+        return len(self.avals) - 1
+
+    def inline(self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: str) -> None:
+        for equation in jaxpr.eqns:
+            inner_scope = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+            body_name = CALLS.get(equation.primitive.name)
+            if body_name is None:
+                self._append(equation, env, inner_scope)
+            else:
+                self._inline_call(equation, equation.params[body_name], env, inner_scope)
+
+    def _append(self, equation: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        inputs = tuple(_read(env, atom) for atom in equation.invars)
+        outputs = tuple(map(self.add, equation.outvars))
+        env.update(zip(equation.outvars, outputs, strict=True))
+        self.operations.append(
+            Operation(
+                primitive=equation.primitive.name,
+                scope=scope,
+                inputs=inputs,
+                outputs=outputs,
+                equation=equation,
+            )
+        )
+
+    def _inline_call(
+        self, equation: JaxprEqn, body: ClosedJaxpr | Jaxpr, env: dict[Var, Atom], scope: str
+    ) -> None:
+        jaxpr = _open(body)
+        consts = [_literal(c, v) for c, v in zip(_consts(body), jaxpr.constvars, strict=True)]
+        args = [_read(env, atom) for atom in equation.invars]
+        inner = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        self.inline(jaxpr, inner, scope)
+        results = [_read(inner, atom) for atom in jaxpr.outvars]
+        env.update(zip(equation.outvars, results, strict=True))
+
+
+def _consts(body: ClosedJaxpr | Jaxpr) -> Sequence[jax.Array | np.ndarray]:
+    return body.consts if isinstance(body, ClosedJaxpr) else (getattr(body, "consts", None) or ())
+
+
+def _literal(value: object, var: Var) -> Literal:
+    return Literal(value, var.aval)
+
+
+def without_dead_code(graph: Graph) -> Graph:
+    """The graph without operations that no output needs, its values numbered in order."""
+    live = {atom for atom in graph.outputs if isinstance(atom, int)}
+    kept: list[Operation] = []
+    for operation in reversed(graph.operations):
+        if live.intersection(operation.outputs):
+            kept.append(operation)
+            live.update(atom for atom in operation.inputs if isinstance(atom, int))
+    return _renumbered(graph, kept[::-1])
+
+
+def _renumbered(graph: Graph, operations: Sequence[Operation]) -> Graph:
+    leaves = graph.num_weights + graph.num_inputs
+    numbers = {i: i for i in range(leaves)}
+    for operation in operations:
+        for output in operation.outputs:
+            numbers[output] = len(numbers)
+
+    def renumber(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        return tuple(atom if isinstance(atom, Literal) else numbers[atom] for atom in atoms)
+
+    return Graph(
+        avals=tuple(graph.avals[old] for old in numbers),
+        operations=tuple(
+            Operation(
+                primitive=operation.primitive,
+                scope=operation.scope,
+                inputs=renumber(operation.inputs),
+                outputs=tuple(numbers[i] for i in operation.outputs),
+                equation=operation.equation,
+            )
+            for operation in operations
+        ),
+        num_weights=graph.num_weights,
+        num_inputs=graph.num_inputs,
+        outputs=renumber(graph.outputs),
+        constants=graph.constants,
+        names=graph.names,
+        out_tree=graph.out_tree,
+    )
+
+
+def _same_atom(x: Atom, y: Atom) -> bool:
+    if isinstance(x, Literal) and isinstance(y, Literal):
+        return np.shape(x.val) == np.shape(y.val)
+    return not isinstance(x, Literal) and not isinstance(y, Literal) and x == y
+
+
+def _constant_difference(graph: Graph, other: Graph) -> str | None:
+    pairs = zip(graph.constants, other.constants, strict=False)
+    for i, (a, b) in enumerate(pairs):
+        if a is not b and not np.array_equal(np.asarray(a), np.asarray(b)):
+            if np.shape(a) == np.shape(b):
+                return f"the values of the captured array {i}, shape {np.shape(a)}, change"
+            return f"the captured array {i} changes from shape {np.shape(a)} to {np.shape(b)}"
+    if len(graph.constants) != len(other.constants):
+        return f"{len(graph.constants)} captured arrays become {len(other.constants)}"
+    return None

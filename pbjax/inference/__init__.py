@@ -1,0 +1,1 @@
+"""Texts, images and audio in; tokens, vectors and labels out."""

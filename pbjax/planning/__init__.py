@@ -1,0 +1,1 @@
+"""Split, timetable, predicted seconds, search: plain Python on plain data, without JAX."""

@@ -1,0 +1,141 @@
+"""What of a program is measured: which stages, at which batch sizes and SM budgets, which pairs.
+
+Pure, like all that decides without running: who measures is in `timing`, where the rows go in
+`profiling`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import combinations
+
+from pbjax.device import ResourceClass
+from pbjax.planning.profile_rows import measured_size
+from pbjax.planning.program_summary import Outline, StageInfo
+
+GRID_POINTS = 8
+# Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 40, the best of
+# those tried for a matrix product beside a stream of 2 GB.
+GUEST_SHARES = (0.3,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One stage as it is measured.
+
+    Attributes:
+      stage: The stage.
+      batch_size: Rows of the sub-batch; one counts as two.
+      sm_budget: SMs that its kernels may fill; 0 for all.
+    """
+
+    stage: StageInfo
+    batch_size: int
+    sm_budget: int = 0
+
+    @property
+    def size(self) -> int:
+        """The rows that it really runs with."""
+        return measured_size(self.batch_size)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """As `Row.key`."""
+        return self.stage.fingerprint, self.sm_budget, self.size
+
+    @property
+    def label(self) -> str:
+        """For progress."""
+        within = f" on {self.sm_budget} SMs" if self.sm_budget else ""
+        return f"{self.stage.name} at batch size {self.size}{within}"
+
+
+def grid(batch_size: int) -> tuple[int, ...]:
+    """The batch sizes to measure, so that every size up to batch_size can be interpolated.
+
+    Powers of two and three halves of them, nearest below the batch, where kernels have no ragged
+    last tile; the smallest size; and the batch itself.
+
+    Args:
+      batch_size: Rows of the whole batch.
+
+    Returns:
+      At most eight sizes, ascending.
+    """
+    largest = measured_size(batch_size)
+    smooth = (base << power for power in range(1, largest.bit_length()) for base in (2, 3))
+    # A size within a tenth of the batch would tell little more than the batch itself.
+    below = sorted(size for size in {*smooth, 2, 3} if size * 10 < largest * 9)
+    return (*sorted({measured_size(1), *below[-(GRID_POINTS - 2) :], largest}),)
+
+
+def pair_sizes(batch_size: int) -> tuple[int, ...]:
+    """The sizes of the grid at which pairs are measured: nearest a third and half of the batch."""
+    sizes = grid(batch_size)
+    nearest = {min(sizes, key=lambda b, n=n: abs(n * b - batch_size)) for n in (2, 3)}
+    return tuple(sorted(nearest))
+
+
+def paired_runs(
+    outline: Outline, batch_size: int, num_sms: int, takers: Collection[str]
+) -> tuple[tuple[Run, Run], ...]:
+    """The pairs to measure: stages of different classes, which may gain by running side by side.
+
+    Args:
+      outline: The program.
+      batch_size: Rows of the whole batch.
+      num_sms: SMs of the device; budgets are shares of them.
+      takers: Fingerprints of the stages whose kernels take a budget.
+    """
+    unique = {stage.fingerprint: stage for stage in outline.block}.values()
+    pairs = [(a, b) for a, b in combinations(unique, 2) if a.resource != b.resource]
+    return tuple(
+        (
+            Run(stage=a, batch_size=size, sm_budget=budget_a),
+            Run(stage=b, batch_size=size, sm_budget=budget_b),
+        )
+        for a, b in pairs
+        for budget_a, budget_b in _budgets(a, b, num_sms, takers)
+        for size in pair_sizes(batch_size)
+    )
+
+
+def single_runs(
+    outline: Outline, batch_size: int, num_sms: int, takers: Collection[str]
+) -> tuple[Run, ...]:
+    """The stages to measure alone, in program order.
+
+    Every stage at the sizes of the grid; those that `paired_runs` gives a budget also at that, from
+    a third to two thirds of the batch: sub-batches beside each other are nearly alike. The
+    arguments are those of `paired_runs`.
+    """
+    pairs = paired_runs(outline, batch_size, num_sms, takers)
+    budgets = {(run.stage.fingerprint, run.sm_budget) for pair in pairs for run in pair}
+    sizes = grid(batch_size)
+    middle = {b for b in sizes if batch_size <= 3 * b <= 2 * batch_size} | {*pair_sizes(batch_size)}
+    runs = [
+        Run(stage=stage, batch_size=size, sm_budget=budget)
+        for stage in outline.stages
+        for budget in sorted({0} | {b for name, b in budgets if name == stage.fingerprint})
+        for size in (sorted(middle) if budget else sizes)
+    ]
+    return tuple(runs)
+
+
+def _budgets(
+    a: StageInfo, b: StageInfo, num_sms: int, takers: Collection[str]
+) -> list[tuple[int, int]]:
+    """Without budgets, then by each share of the guest; 0 for a stage that takes none."""
+    budgets = [(0, 0)]
+    for share in GUEST_SHARES:
+        guest = round(share * num_sms)
+        shared = (guest, num_sms - guest) if _is_guest(a, b) else (num_sms - guest, guest)
+        taken_a, taken_b = (shared[i] * (s.fingerprint in takers) for i, s in enumerate((a, b)))
+        if taken_a or taken_b:
+            budgets.append((taken_a, taken_b))
+    return budgets
+
+
+def _is_guest(a: StageInfo, b: StageInfo) -> bool:
+    """Whether of two stages the first is bound by bandwidth, or the less by arithmetic."""
+    order = (ResourceClass.MEMORY, ResourceClass.CUDA, ResourceClass.TENSOR)
+    return order.index(a.resource) < order.index(b.resource)

@@ -1,0 +1,307 @@
+"""The measured table: look-up, merging, and the file that holds it.
+
+Seconds between two measured batch sizes are interpolated; outside them there is no answer. A file
+is written whole or not at all, and read strictly: what is not understood is refused with its place.
+How rows come to be measured stands in `profiling`.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import ClassVar, Literal
+
+from pbjax.errors import DeviceError, FileError, InputError
+from pbjax.files import STRICT, read_json, to_path, write_atomically
+from pbjax.planning.profile_rows import (
+    CorunRow,
+    Curve,
+    Provenance,
+    Row,
+    measured_size,
+    nearest,
+)
+from pbjax.planning.program_summary import Outline, StageInfo
+
+type Clock = Literal["burst", "long run"]
+
+# Files of version 1 were measured in samples that end before an H200 lowers its clock.
+CLOCKS: Mapping[int, Clock] = {1: "burst", 2: "long run"}
+REMEDY = (
+    "a profile of schema_version 1 or 2 is allowed; restore the file, or delete it and "
+    "measure again (`pbjax optimize --profile`)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A measured table with its provenance; rows are kept sorted, whatever order they come in.
+
+    Attributes:
+      provenance: Where and how it was measured.
+      rows: Seconds of single stages.
+      corun: Slowdowns of pairs of stages.
+      clock: Whether seconds are of a long run, as they are measured now, or of a burst at the
+        highest clock.
+    """
+
+    provenance: Provenance
+    rows: tuple[Row, ...] = ()
+    corun: tuple[CorunRow, ...] = ()
+    clock: Clock = "long run"
+    _curves: Mapping[tuple[str, int], Curve] = field(init=False, repr=False, compare=False)
+    _budgets: Mapping[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _pairs: Mapping[tuple[str, str], tuple[CorunRow, ...]] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self):
+        """Sorts the rows and refuses two rows for one thing."""
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_row_order)))
+        object.__setattr__(self, "corun", tuple(sorted(self.corun, key=lambda row: row.key)))
+        _refuse_repeats(self.rows)
+        _refuse_repeats(self.corun)
+        object.__setattr__(self, "_curves", _curves(self.rows))
+        object.__setattr__(self, "_budgets", _budgets(self._curves))
+        object.__setattr__(self, "_pairs", _pairs(self.corun))
+
+    def curve(self, stage: StageInfo, sm_budget: int = 0) -> Curve:
+        """All measured seconds of a stage.
+
+        Raises:
+          InputError: The stage was never measured at this budget.
+        """
+        curve = self._curves.get((stage.fingerprint, sm_budget))
+        if curve is None:
+            raise InputError(
+                f"seconds(stage={stage.name!r}, sm_budget={sm_budget}): the profile has no row of "
+                f"this stage (fingerprint {stage.fingerprint}); it has {self._known(sm_budget)}; "
+                "measure the missing rows (`pbjax profile`, or `pbjax optimize --profile`)"
+            )
+        return curve
+
+    def seconds(self, stage: StageInfo, batch_size: int, sm_budget: int = 0) -> float:
+        """Device seconds of a stage, interpolated between measured batch sizes.
+
+        Args:
+          stage: The stage.
+          batch_size: Rows of the sub-batch; one row costs what two cost.
+          sm_budget: SMs that its kernels may fill; 0 for kernels without a budget.
+
+        Returns:
+          The measured seconds, or the line between the two neighbouring sizes.
+
+        Raises:
+          InputError: The stage or a batch size beyond this one was never measured.
+        """
+        return self.curve(stage, sm_budget).at(batch_size)
+
+    def budgets(self, stage: StageInfo) -> tuple[int, ...]:
+        """The SM budgets that a stage was measured at; 0 for none."""
+        return self._budgets.get(stage.fingerprint, ())
+
+    def corun_rows(self, stage_a: StageInfo, stage_b: StageInfo) -> tuple[CorunRow, ...]:
+        """What was measured of two stages together, written with stage_a first."""
+        return self._pairs.get((stage_a.fingerprint, stage_b.fingerprint), ())
+
+    def pair_saving(
+        self,
+        first: tuple[StageInfo, int],
+        second: tuple[StageInfo, int],
+        sm_budgets: tuple[int, int] = (0, 0),
+    ) -> float:
+        """Share of the summed seconds that running two stages together saves.
+
+        saving = 1 - together / (t_a + t_b),   together = max(t'_a s_a, t'_b s_b, t_a, t_b)
+
+        with the seconds t alone, t' alone at the budgets, and the slowdowns s of the row whose
+        batch sizes are nearest in ratio. Without budgets a pair that is slower together saves
+        nothing: it need not run together. With budgets it must, and where no row was measured
+        together = t'_a + t'_b.
+
+        Args:
+          first: A stage and its rows.
+          second: The other.
+          sm_budgets: Of both; 0 for none.
+
+        Returns:
+          At most 0.5. Without budgets from 0, also where no row was measured: nothing is assumed to
+          overlap.
+        """
+        (stage_a, size_a), (stage_b, size_b) = first, second
+        rows = [r for r in self.corun_rows(stage_a, stage_b) if r.sm_budgets == sm_budgets]
+        alone = self.seconds(stage_a, size_a), self.seconds(stage_b, size_b)
+        within = tuple(
+            self.seconds(*side, b) for side, b in zip((first, second), sm_budgets, strict=True)
+        )
+        if not sum(alone) or not (rows or any(sm_budgets)):
+            return 0.0
+        together = sum(within)
+        if rows:
+            measured = [row.batch_sizes for row in rows]
+            row = rows[nearest(measured, measured_size(size_a), measured_size(size_b))]
+            together = max(t * max(s, 1.0) for t, s in zip(within, row.slowdowns, strict=True))
+        saving = 1 - max(together, *alone) / sum(alone)
+        return saving if any(sm_budgets) else max(0.0, saving)
+
+    def only(self, outline: Outline) -> "Profile":
+        """The rows of a program's stages and of pairs of them."""
+        wanted = {stage.fingerprint for stage in outline.stages}
+        return replace(
+            self,
+            rows=tuple(row for row in self.rows if row.fingerprint in wanted),
+            corun=tuple(row for row in self.corun if wanted.issuperset(row.fingerprints)),
+        )
+
+    def merge(self, other: "Profile") -> "Profile":
+        """The rows of both tables; where both have one, that of the newer table.
+
+        Args:
+          other: A table of the same device kind; newer than this one if the dates are equal.
+
+        Returns:
+          A table with the newer one's provenance, naming every jax version that rows come from;
+          just the other table if this one has no rows. Rows of a burst do not mix with those of a
+          long run: they are left out.
+
+        Raises:
+          DeviceError: The tables belong to different device kinds.
+        """
+        if not (self.rows or self.corun):
+            return other
+        old, new = sorted((self, other), key=lambda profile: profile.provenance.date)
+        kinds = old.provenance.device_kind, new.provenance.device_kind
+        if kinds[0] != kinds[1]:
+            raise DeviceError(
+                f"merge: one table is of {kinds[0]!r}, the other of {kinds[1]!r}; seconds of two "
+                "devices do not mix; keep one file for each device"
+            )
+        if old.clock != new.clock:
+            return new if new.clock == "long run" else old
+        versions = {v for p in (old, new) for v in p.provenance.jax.split(" + ")}
+        return Profile(
+            provenance=replace(new.provenance, jax=" + ".join(sorted(versions))),
+            rows=tuple({row.key: row for row in (*old.rows, *new.rows)}.values()),
+            corun=tuple({row.key: row for row in (*old.corun, *new.corun)}.values()),
+            clock=new.clock,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the table as JSON; equal tables give equal bytes, and no half file is left.
+
+        Args:
+          path: The file to write or replace; its folder is made if need be.
+
+        Raises:
+          FileError: The file cannot be written.
+        """
+        write_atomically(to_path("save", path), _to_json(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Reads a table.
+
+        Raises:
+          FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
+            names the place.
+        """
+        file = read_json(path, _File, REMEDY)
+        try:
+            return cls(
+                provenance=file.provenance,
+                rows=file.rows,
+                corun=file.corun,
+                clock=CLOCKS[file.schema_version],
+            )
+        except InputError as error:
+            raise FileError(f"load({os.fspath(path)!r}): {error}; {REMEDY}") from error
+
+    def _known(self, sm_budget: int) -> str:
+        names = sorted({row.stage for row in self.rows if row.sm_budget == sm_budget})
+        return f"rows of {', '.join(names)}" if names else "no rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """What a file holds."""
+
+    __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
+
+    schema_version: Literal[1, 2]
+    provenance: Provenance
+    rows: tuple[Row, ...]
+    corun: tuple[CorunRow, ...]
+
+
+def _to_json(profile: Profile) -> str:
+    def lines(rows: Iterable[Row | CorunRow]) -> str:
+        return ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+
+    version = next(version for version, clock in CLOCKS.items() if clock == profile.clock)
+    return (
+        f'{{"schema_version": {version},\n'
+        f' "provenance": {json.dumps(asdict(profile.provenance))},\n'
+        f' "rows": [\n  {lines(profile.rows)}],\n'
+        f' "corun": [\n  {lines(profile.corun)}]}}\n'
+    )
+
+
+def _row_order(row: Row) -> tuple[object, ...]:
+    return row.stage, row.dtype, row.shape, row.batch_size, row.sm_budget, row.fingerprint
+
+
+def _refuse_repeats(rows: Iterable[Row | CorunRow]) -> None:
+    seen = {}
+    for row in rows:
+        if row.key in seen:
+            raise InputError(
+                f"Profile: two rows for {row.key} (as {seen[row.key]} and as {_names(row)}); one "
+                "is allowed; drop one, or put them into two profiles and merge them"
+            )
+        seen[row.key] = _names(row)
+
+
+def _names(row: Row | CorunRow) -> str:
+    return row.stage if isinstance(row, Row) else " beside ".join(row.stages)
+
+
+def _curves(rows: Iterable[Row]) -> dict[tuple[str, int], Curve]:
+    points: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        points.setdefault((row.fingerprint, row.sm_budget), []).append(row)
+    curves = {}
+    for key, members in points.items():
+        members.sort(key=lambda row: row.batch_size)
+        curves[key] = Curve(
+            stage=members[0].stage,
+            sizes=tuple(row.batch_size for row in members),
+            seconds=tuple(row.median_s for row in members),
+        )
+    return curves
+
+
+def _budgets(curves: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for fingerprint, budget in sorted(curves):
+        found[fingerprint] = (*found.get(fingerprint, ()), budget)
+    return found
+
+
+def _pairs(rows: Iterable[CorunRow]) -> dict[tuple[str, str], tuple[CorunRow, ...]]:
+    found: dict[tuple[str, str], list[CorunRow]] = {}
+    for row in rows:
+        turned = CorunRow(
+            stages=row.stages[::-1],
+            fingerprints=row.fingerprints[::-1],
+            batch_sizes=row.batch_sizes[::-1],
+            sm_budgets=row.sm_budgets[::-1],
+            slowdowns=row.slowdowns[::-1],
+        )
+        sides = (row, turned)
+        if row.key[0] == row.key[1]:
+            # Both sides are the same work: that they were slowed differently is noise.
+            mean = sum(row.slowdowns) / 2
+            sides = (replace(row, slowdowns=(mean, mean)),)
+        for side in sides:
+            found.setdefault(side.fingerprints, []).append(side)
+    return {key: tuple(members) for key, members in found.items()}

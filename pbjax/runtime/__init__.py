@@ -1,0 +1,1 @@
+"""Programs on the device: build, compile, cache, verify, time."""

@@ -1,0 +1,180 @@
+"""Measured seconds: of whole functions, and of kernels at the clock of a long run.
+
+Functions are timed by the wall clock around calls that are queued back to back. Kernels are timed
+on a GPU by a profiler trace, since launching a short function takes longer than running it; and
+between calls of something that keeps the device as busy as the program will, once these have run
+for long enough for the clock to settle: the power that a device may draw lowers it. How stages are
+timed so is in `stage_timing`.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from pbjax.errors import DeviceError
+from pbjax.planning.profiling import Timing
+from pbjax.runtime.device_trace import Kernel, read_kernels, union_length
+
+# A sample lasts at least this long, so that neither the clock's resolution nor a hiccup matters.
+MIN_SAMPLE_S = 0.02
+SAMPLES = 5
+CLOCK_TICK_S = 1e-6
+# Whole programs on a GPU: so many calls are queued that what launches them hides behind the work.
+MIN_QUEUED_CALLS = 4
+MIN_QUEUED_S = 0.15
+# In company: an H200 at its power limit lowers its clock after 60 to 80 ms. The company is
+# long beside what is timed, so that the clock is the program's and not that of a stage alone.
+SETTLE_S = 0.15
+COMPANY_S = 0.004
+IN_COMPANY_S = 0.001
+MAX_CALLS_IN_COMPANY = 10
+ROUNDS = 5
+
+
+def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> Timing:
+    """Wall-clock seconds of a call, with calls queued back to back within a sample.
+
+    Args:
+      function: Compiled or jitted; the first call is not counted.
+      *args: What it is called with.
+      samples: How many samples to take.
+
+    Returns:
+      The median and the distance of the quartiles over the samples.
+    """
+    jax.block_until_ready(function(*args))
+    calls = _calls_per_sample(_sample(function, args, 1))
+    return summary([_sample(function, args, calls) for _ in range(samples)])
+
+
+def time_alternately(
+    functions: Sequence[Callable], progress: Callable[[int, int, str], None], samples: int = SAMPLES
+) -> list[Timing]:
+    """Wall-clock seconds of several functions, sampled in turn so that a drift hits all alike.
+
+    Args:
+      functions: Called without arguments; the first calls are not counted.
+      progress: Called as progress(done, total, item) before each round of samples.
+      samples: How many samples of each to take.
+    """
+    for function in functions:
+        jax.block_until_ready(function())
+    calls = [calls_to_queue(_sample(function, (), 1)) for function in functions]
+    seconds: list[list[float]] = [[] for _ in functions]
+    for done in range(samples):
+        progress(done, samples, "rounds")
+        for function, count, times in zip(functions, calls, seconds, strict=True):
+            times.append(_sample(function, (), count))
+    return [summary(times) for times in seconds]
+
+
+def time_in_company(company: Callable, jobs: Mapping[str, Callable]) -> list[Timing]:
+    """Seconds that kernels take on a GPU in a long run, at the clock that it settles at.
+
+    Args:
+      company: What the device is kept busy with, before the jobs and in turn with them.
+      jobs: What is timed, called without arguments as `company` is, by the name of the HLO module.
+
+    Returns:
+      Of each job the seconds of one call in which at least one of its kernels ran.
+
+    Raises:
+      DeviceError: The trace does not hold the same number of kernels for each call of a job.
+    """
+    for call in (company, *jobs.values()):
+        jax.block_until_ready(call())
+    settling, between = (_calls_within(seconds, company) for seconds in (SETTLE_S, COMPANY_S))
+    counts = [min(MAX_CALLS_IN_COMPANY, _calls_within(IN_COMPANY_S, job)) for job in jobs.values()]
+
+    def rounds():
+        for _ in range(ROUNDS):
+            for job, count in zip(jobs.values(), counts, strict=True):
+                _repeat(company, between)
+                _repeat(job, count)
+        return company()
+
+    _repeat(company, settling)  # still runs when the trace begins
+    kernels = traced_kernels(rounds, (), 1)
+    return [
+        summary(busy_seconds([(k.start_s, k.end_s) for k in kernels if k.program == name], calls))
+        for name, calls in zip(jobs, (ROUNDS * count for count in counts), strict=True)
+    ]
+
+
+def on_gpu() -> bool:
+    """Whether JAX runs on a GPU."""
+    return jax.default_backend() == "gpu"
+
+
+def _repeat(call: Callable, times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _calls_within(seconds: float, call: Callable) -> int:
+    """How many calls take some seconds, one at least."""
+    return max(1, int(seconds / max(_sample(call, (), SAMPLES), CLOCK_TICK_S)))
+
+
+def calls_to_queue(seconds_per_call: float) -> int:
+    """How many calls of a whole program make a sample: on a GPU of a long run, at its clock."""
+    calls = _calls_per_sample(seconds_per_call)
+    if not on_gpu():
+        return calls
+    return max(calls, MIN_QUEUED_CALLS, int(MIN_QUEUED_S / max(seconds_per_call, CLOCK_TICK_S)))
+
+
+def _calls_per_sample(seconds_per_call: float) -> int:
+    return max(1, int(MIN_SAMPLE_S / max(seconds_per_call, CLOCK_TICK_S)))
+
+
+def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls - 1):
+        function(*args)
+    jax.block_until_ready(function(*args))
+    return (time.perf_counter() - start) / calls
+
+
+def traced_kernels(function: Callable, args: Sequence[object], calls: int) -> tuple[Kernel, ...]:
+    """Every kernel that some calls, queued back to back, ran on the GPU; none elsewhere."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # events of the interpreter would outnumber the kernels
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            _sample(function, args, calls)
+        return read_kernels(Path(folder))
+
+
+def busy_seconds(kernels: Sequence[tuple[float, float]], calls: int) -> list[float]:
+    """Seconds of each call in which at least one of its kernels ran.
+
+    Args:
+      kernels: Start and end of each kernel; every call ran the same number of them.
+      calls: How many calls ran one after the other.
+
+    Raises:
+      DeviceError: The trace holds no kernels, or not the same number for each call.
+    """
+    each, left = divmod(len(kernels), calls)
+    if not each or left:
+        raise DeviceError(
+            f"timing: a profiler trace of {calls} calls holds {len(kernels)} kernels; an equal "
+            "number for each call is needed; run nothing else on the device, and measure again"
+        )
+    ordered = sorted(kernels)
+    return [union_length(ordered[i : i + each]) for i in range(0, len(ordered), each)]
+
+
+def summary(seconds: Sequence[float]) -> Timing:
+    """Median and distance of the quartiles of samples."""
+    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    return Timing(
+        median_s=statistics.median(seconds),
+        spread_s=quartiles[2] - quartiles[0],
+        samples=len(seconds),
+    )

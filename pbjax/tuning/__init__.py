@@ -1,0 +1,1 @@
+"""Which program runs: candidates compiled, verified, timed in turn, and one kept."""

@@ -1,0 +1,353 @@
+"""The commands that run a model, from end to end on tiny ones: text, JSON, exit codes."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import wave
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from PIL import Image
+from typer.testing import CliRunner
+
+import models
+import pbjax
+from pbjax.cli.app import app
+from pbjax.inference import audio
+from tests.decoders import DATA, load
+
+WAV2VEC2 = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16000}
+MELS = {"feature_extractor_type": "ParakeetFeatureExtractor", "feature_size": 24}
+PROMPT = "w3 w4 w5"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes the folder of a fixture with further files."""
+
+    def make(name, size=97, **files):
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        for file in ("config.json", "model.safetensors"):
+            shutil.copyfile(DATA / name / file, path / file)
+        words = {f"w{index}": index for index in range(size)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        if size:
+            made.save(str(path / "tokenizer.json"))
+        for file, fields in files.items():
+            (path / f"{file}.json").write_text(json.dumps(fields))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def samples():
+    with np.load(DATA / "preprocessing.npz") as file:
+        return file["samples"]
+
+
+@pytest.fixture
+def speech(samples, tmp_path):
+    path = tmp_path / "a.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(samples.tobytes())
+    return path
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "a.png"
+    with np.load(DATA / "preprocessing.npz") as file:
+        Image.fromarray(file["pixels"]).save(path)
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def done(*arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments):
+    """The one line of the error."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert lines == result.stderr.splitlines()[-1:]
+    return lines[0]
+
+
+# generate
+
+
+def test_one_prompt_is_continued(folder):
+    result = done("generate", folder("llama"), "--prompt", PROMPT, "--max-new-tokens", 6)
+    (expected,) = pbjax.generate(load("llama"), [[3, 4, 5]], max_new_tokens=6)
+    assert result.stdout.split() == [f"w{token}" for token in expected.token_ids]
+    assert "weights loaded in " in result.stderr
+    assert re.search(r"6 tokens in .* s; of it making programs: trace \d\S* s", result.stderr)
+
+
+def test_several_prompts_stand_with_their_texts(folder):
+    path = folder("llama")
+    result = done("generate", path, "--prompt", PROMPT, "--prompt", "w9", "--max-new-tokens", 2)
+    lines = result.stdout.splitlines()
+    assert lines[::2] == [f"--- {PROMPT}", "--- w9"]
+    assert [len(line.split()) for line in lines[1::2]] == [2, 2]
+
+
+def test_generate_json_is_one_document(folder):
+    options = ("--temperature", 1, "--top-k", 30, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)
+    options += ("--repetition-penalty", 1.2, "--max-new-tokens", 5, "--json")
+    result = done("generate", folder("llama"), "--prompt", PROMPT, *options)
+    document = json.loads(result.stdout)
+    (expected,) = pbjax.generate(
+        load("llama"),
+        [[3, 4, 5]],
+        max_new_tokens=5,
+        temperature=1.0,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        seed=3,
+    )
+    (found,) = document["completions"]
+    assert found["prompt"] == PROMPT
+    assert tuple(found["token_ids"]) == expected.token_ids
+    assert found["log_probs"] == pytest.approx(expected.log_probs)
+    assert found["finish_reason"] == "length"
+    assert document["num_tokens"] == 5
+    assert 0 < document["time_to_first_token_s"] <= document["total_s"]
+    made = document["making_programs_s"]
+    assert {"trace", "lower", "compile"} <= made.keys()
+    assert 0 < sum(made.values()) <= document["total_s"]
+
+
+def test_text_ends_at_stop_strings_and_at_the_tokens_of_the_folder(folder):
+    expected = pbjax.generate(load("llama"), [[3, 4, 5]], max_new_tokens=6)[0].token_ids
+    options = ("--prompt", PROMPT, "--max-new-tokens", 6, "--json")
+    result = done("generate", folder("llama"), *options, "--stop", f"w{expected[2]}")
+    (found,) = json.loads(result.stdout)["completions"]
+    assert found["finish_reason"] == "stop_string"
+    assert found["text"].split() == [f"w{token}" for token in expected[:2]]
+    path = folder("llama", generation_config={"eos_token_id": expected[1]})
+    (found,) = json.loads(done("generate", path, *options).stdout)["completions"]
+    assert found["finish_reason"] == "stop_token"
+    assert found["token_ids"] == list(expected[:2])
+
+
+def test_converted_model_generates_the_same(folder, tmp_path):
+    source = folder("llama", generation_config={"eos_token_id": 56})
+    models.convert(source, tmp_path / "ours")
+    options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--json")
+    one, two = (
+        json.loads(done("generate", path, *options).stdout)["completions"]
+        for path in (source, tmp_path / "ours")
+    )
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--temperature", -1), "temperature=-1.0"),
+        (("--top-p", 0, "--temperature", 1), "top_p=0.0"),
+        (("--top-p", 0.5), "raise temperature or leave them out"),
+        (("--max-new-tokens", 0), "max_new_tokens=0"),
+        (("--max-new-tokens", 126), "the model has 128 positions"),
+        (("--stop", ""), "with something in each"),
+        (("--seed", -1), "-1 among them"),
+    ],
+)
+def test_generate_refuses_in_one_line(folder, options, message):
+    path = folder("llama")
+    given = ("--prompt", PROMPT, "--max-new-tokens", 4, *options)
+    assert message in refused("generate", path, *given)
+
+
+def test_generate_needs_a_tokenizer(folder):
+    assert "tokenizer.json: no such file" in refused(
+        "generate", folder("llama", size=0), "--prompt", PROMPT
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "given", "found"),
+    [
+        ("generate", "bert", ("--prompt", PROMPT), "a BertModel; a GPT-2, BLOOM or LLaMA"),
+        ("generate", "vit", ("--prompt", PROMPT), "a ViTModel; a GPT-2, BLOOM or LLaMA"),
+        ("embed", "gpt2", ("--text", PROMPT), "a GPT2Model; a text encoder"),
+        ("embed", "conformer", ("--text", PROMPT), "a Wav2Vec2Conformer.*; a text encoder"),
+        ("classify", "llama", ("a.png",), "a LlamaModel; a ViT with a classification head"),
+        ("transcribe", "vit", ("a.wav",), "a ViTModel; a model of speech with a CTC head"),
+    ],
+)
+def test_another_model_is_refused_before_its_weights_are_read(folder, command, name, given, found):
+    path = folder(name)
+    (path / "model.safetensors").unlink()
+    line = refused(command, path, *given)
+    assert re.search(rf"{command}\(.*\): {found}.* is allowed; give the folder", line)
+
+
+def test_options_are_refused_before_the_weights_are_read(folder):
+    path = folder("llama")
+    (path / "model.safetensors").unlink()
+    options = ("--prompt", PROMPT, "--temperature", -1)
+    assert "temperature=-1.0" in refused("generate", path, *options)
+
+
+# embed
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("w1 w2 w3\n\nw4\nw5 w6 w7 w8\n", encoding="utf-8")
+    return path
+
+
+def test_texts_become_unit_vectors(folder, sentences):
+    path = folder("bert")
+    document = json.loads(done("embed", path, "--texts", sentences, "--json").stdout)
+    found = document["embeddings"]
+    assert [row["text"] for row in found] == ["w1 w2 w3", "w4", "w5 w6 w7 w8"]
+    vectors = np.array([row["vector"] for row in found])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    hidden = models.load(path)(np.array([[1, 2, 3]], np.int32)).last_hidden_state[0]
+    mean = np.asarray(hidden.mean(axis=0))
+    np.testing.assert_allclose(vectors[0], mean / np.linalg.norm(mean), atol=1e-5)
+
+
+def test_embed_prints_a_line_a_text(folder):
+    lines = done("embed", folder("bert"), "--text", "w1", "--text", "w2 w3").stdout.splitlines()
+    assert [line.split("  ")[-1] for line in lines] == ["w1", "w2 w3"]
+    assert all("... (32)" in line for line in lines)
+
+
+def test_embed_refuses_in_one_line(folder, sentences, tmp_path):
+    path = folder("bert")
+    assert "--texts and --text are both given or both absent" in refused("embed", path)
+    both = ("--texts", sentences, "--text", "w1")
+    assert "--texts and --text are both given" in refused("embed", path, *both)
+    assert "none.txt" in refused("embed", path, "--texts", tmp_path / "none.txt")
+    sentences.write_text("\n\n")
+    assert "no sentence; one or more are needed" in refused("embed", path, "--texts", sentences)
+
+
+# classify
+
+
+def test_classes_are_ranked_by_probability(folder, picture):
+    path = folder("vit", size=0, preprocessor_config={"size": 20})
+    with np.load(DATA / "preprocessing.npz") as file:
+        scores = models.load(path)(file["image.bilinear"][None]).logits[0]
+    expected = np.asarray(jax.nn.softmax(scores))
+    lines = done("classify", path, picture).stdout.splitlines()
+    order = np.argsort(-expected)
+    assert [line[8:] for line in lines] == [f"label {index}" for index in order]
+    assert [float(line[:6]) for line in lines] == pytest.approx(expected[order], abs=1e-4)
+    document = json.loads(done("classify", path, picture, picture, "--top", 2, "--json").stdout)
+    assert [image["file"] for image in document["images"]] == [str(picture)] * 2
+    for image in document["images"]:
+        assert [row["index"] for row in image["classes"]] == order[:2].tolist()
+
+
+def test_several_images_stand_with_their_names(folder, picture):
+    path = folder("vit", size=0, preprocessor_config={"size": 20})
+    lines = done("classify", path, picture, picture, "--top", 1).stdout.splitlines()
+    assert lines[::2] == [str(picture)] * 2
+
+
+def test_classify_refuses_in_one_line(folder, picture, speech, tmp_path):
+    path = folder("vit", size=0)
+    assert "preprocessor_config.json: no such file" in refused("classify", path, picture)
+    path = folder("vit", size=0, preprocessor_config={"size": 20})
+    assert "not readable as an image" in refused("classify", path, speech)
+    assert "not readable as an image" in refused("classify", path, tmp_path / "missing.png")
+    path = folder("vit", size=0, preprocessor_config={"size": 24})
+    assert "[batch, 3, 20, 20] is needed" in refused("classify", path, picture)
+    for name in ("vit_features", "bert"):
+        path = folder(name, size=0, preprocessor_config={"size": 12})
+        assert "a ViT with a classification head is allowed" in refused("classify", path, picture)
+
+
+# transcribe
+
+
+def test_speech_becomes_text_by_characters(folder, speech):
+    vocabulary = {c: index for index, c in enumerate([*"ABC", "<pad>", *"|DEFGHIJK"])}
+    path = folder("conformer", size=0, preprocessor_config=WAV2VEC2, vocab=vocabulary)
+    document = json.loads(done("transcribe", path, speech, "--json").stdout)
+    (found,) = document["transcripts"]
+    assert found["file"] == str(speech)
+    assert found["seconds"] == 0.15
+    assert len(found["text"]) > 3
+    assert set(found["text"]) <= set("ABC DEFGHIJK")
+    assert done("transcribe", path, speech).stdout == found["text"] + "\n"
+
+
+def test_speech_becomes_text_by_a_spectrogram_and_a_tokenizer(folder, speech):
+    path = folder("parakeet", size=13, preprocessor_config=MELS)
+    with np.load(DATA / "preprocessing.npz") as file:
+        mels = file["audio.mels"][None]
+    mask = np.array([[1] * 15 + [0]], np.int32)
+    scores = np.asarray(models.load(path)(mels, mask).logits[0, :2])
+    expected = [f"w{index}" for index in scores.argmax(axis=1) if index != 12]
+    assert expected
+    lines = done("transcribe", path, speech, speech).stdout.splitlines()
+    assert lines == [f"{speech}: {' '.join(expected)}"] * 2
+
+
+def test_speech_becomes_text_by_lasr(folder, speech, samples):
+    settings = {"feature_extractor_type": "LasrFeatureExtractor", "feature_size": 16}
+    path = folder("lasr", size=13, preprocessor_config=settings)
+    mels = audio.extract_features(samples.astype(np.float32) / 32768, settings, "m")
+    best = np.asarray(models.load(path)(mels).logits[0]).argmax(axis=1)
+    words = [f"w{index}" for index in best if index != 0]
+    assert done("transcribe", path, speech).stdout == " ".join(words) + "\n"
+
+
+def test_transcribe_refuses_in_one_line(folder, speech, picture):
+    path = folder("parakeet", size=13)
+    assert "preprocessor_config.json: no such file" in refused("transcribe", path, speech)
+    path = folder("conformer", size=0, preprocessor_config=WAV2VEC2)
+    assert "has no tokenizer.json and no vocab.json" in refused("transcribe", path, speech)
+    path = folder("parakeet", size=13, preprocessor_config=MELS | {"sampling_rate": 8000})
+    assert "bits at 16000 Hz; the model takes 1 channel of 16 bits at 8000 Hz" in refused(
+        "transcribe", path, speech
+    )
+    path = folder("parakeet", size=13, preprocessor_config=MELS)
+    assert "not readable as WAV" in refused("transcribe", path, picture)
+    whisper = {"feature_extractor_type": "WhisperFeatureExtractor"}
+    path = folder("parakeet", size=13, preprocessor_config=whisper)
+    assert "type is 'WhisperFeatureExtractor'" in refused("transcribe", path, speech)
+    path = folder("bert", preprocessor_config=WAV2VEC2)
+    assert "a BertModel; a model of speech with a CTC head is allowed" in refused(
+        "transcribe", path, speech
+    )
+
+
+@pytest.mark.parametrize("command", ["generate", "embed", "classify", "transcribe"])
+def test_help_answers_without_jax(command):
+    code = (
+        "import sys, typer.testing, pbjax.cli.app; "
+        f"r = typer.testing.CliRunner().invoke(pbjax.cli.app.app, ['{command}', '--help']); "
+        "assert r.exit_code == 0 and 'Usage' in r.stdout; "
+        "assert not {'jax', 'flax', 'models', 'numpy', 'tokenizers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
