@@ -277,10 +277,10 @@ def _timetables(analysis: Analysis, contest: Contest) -> tuple[SplitTimetable, .
     """Of the plan's split, then of the others that were built, but for those without staggers."""
     plan = contest.plan
     staggered = [(p.sizes, p.staggers) for p in contest.programs if any(p.staggers)]
-    ways = dict.fromkeys([(plan.sizes, plan.staggers), *staggered])
+    specs = dict.fromkeys([(plan.sizes, plan.staggers), *staggered])
     return tuple(
-        SplitTimetable(sizes=sizes, timetable=timetable(analysis.outline, staggers))
-        for sizes, staggers in ways
+        SplitTimetable(sizes=sizes, timetable=timetable(analysis.summary, staggers))
+        for sizes, staggers in specs
         if len(sizes) > 1
     )
 
@@ -302,9 +302,9 @@ def _report(analysis: Analysis, choice: Choice, contest: Contest) -> Report:
         ),
         operations_per_block=len(analysis.program_at(PROBE_SIZE).block.operations),
         scanned=analysis.scanned,
-        outline=analysis.outline,
+        summary=analysis.summary,
         profile=measurements.profile if measurements else None,
-        measured_outline=measurements.relabelled if measurements else None,
+        measured_summary=measurements.relabelled if measurements else None,
         rows_measured=measurements.rows_measured if measurements else 0,
         search=choice.search,
         timetables=_timetables(analysis, contest),

@@ -238,7 +238,7 @@ def split_program(analysis: Analysis, layout: WeightLayout, variant: Variant) ->
     return SplitProgram(
         programs=tuple(analysis.program_at(measured_size(size)) for size in variant.sizes),
         sizes=variant.sizes,
-        timetable=timetable(analysis.outline, variant.staggers),
+        timetable=timetable(analysis.summary, variant.staggers),
         layout=layout,
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,

@@ -37,23 +37,23 @@ def search_ablation() -> dict:
 
 
 def _rows(batch: int) -> list[dict]:
-    outline = program(STAGES, BLOCKS)
+    summary = program(STAGES, BLOCKS)
     chance = random.Random(0)
-    tables = [table(chance, outline, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
+    tables = [table(chance, summary, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
     # Over it are the whole batch and sub-batches that may overlap; those in turns are not.
-    limit = predicted_bytes(outline, (batch,), (0,)) * 8 // 10
-    ways = {
+    limit = predicted_bytes(summary, (batch,), (0,)) * 8 // 10
+    specs = {
         "all": SearchOptions(),
         "no decay": SearchOptions(decay=1e-9),
         "no saturation": SearchOptions(saturation_rounds=10**6),
         WITHIN: SearchOptions(memory_limit_bytes=limit),
     }
     found = {
-        name: [search(outline, each, batch, options) for each in tables]
-        for name, options in ways.items()
+        name: [search(summary, each, batch, options) for each in tables]
+        for name, options in specs.items()
     }
     if batch == min(BATCHES):
-        every = [search(outline, each, batch, policy="exhaustive") for each in tables]
+        every = [search(summary, each, batch, policy="exhaustive") for each in tables]
         found[BEST_OF_ALL] = every
     return [_row(batch, name, found, limit) for name in found]
 

@@ -43,14 +43,14 @@ def main() -> None:
     lengths = np.clip(lengths.astype(int), 3, LONGEST)
     texts = [generator.integers(1000, config.vocab_size, length).tolist() for length in lengths]
     by_length = sorted(range(len(texts)), key=lambda index: -lengths[index])
-    ways = {
+    specs = {
         "padded as they come": partial(padded, model, texts, range(len(texts))),
         "padded by length": partial(padded, model, texts, by_length),
         "packed": partial(embed, model, texts),
     }
     first = None
-    for name, way in ways.items():
-        vectors, seconds = timed(partial(way, batch_tokens=options.batch_tokens))
+    for name, spec in specs.items():
+        vectors, seconds = timed(partial(spec, batch_tokens=options.batch_tokens))
         first = vectors if first is None else first
         line = {
             "bench": "embedding",
@@ -69,11 +69,11 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
 
-def timed(way: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+def timed(spec: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
     """Runs twice; returns the result and the seconds of the second time."""
-    way()
+    spec()
     start = time.perf_counter()
-    return way(), time.perf_counter() - start
+    return spec(), time.perf_counter() - start
 
 
 def padded(

@@ -83,23 +83,23 @@ def measured(name: str, layers: int, tiny: bool, ready, turn) -> dict:
     kind = jax.devices()[0].device_kind
     device = find_device(kind, num_cores=os.cpu_count())
     leaves = jax.tree.leaves(inputs)
-    whole = compilation.Way(sizes=(leaves[0].shape[0],), staggers=(0,))
+    whole = compilation.ProgramSpec(sizes=(leaves[0].shape[0],), staggers=(0,))
     start = time.perf_counter()
     fused = analyse(model, inputs, device=device, fuse="all")
     analyse_s = time.perf_counter() - start
     called = analyse(with_kernels(model), inputs, device=device, fuse="none")
-    ways = {
+    specs = {
         "plain": (fused, replace(whole, plain=True)),
         "unsplit": (fused, whole),
         "kernels": (called, whole),
     }
     with ThreadPoolExecutor() as pool:  # What compiles in C++ leaves Python free for the next.
         futures = {
-            which: pool.submit(compilation.compile_unsplit, analysis, leaves, way)
-            for which, (analysis, way) in ways.items()
+            which: pool.submit(compilation.compile_unsplit, analysis, leaves, spec)
+            for which, (analysis, spec) in specs.items()
         }
         start = time.perf_counter()
-        fused.form_at(PROBE_SIZE).verify()
+        fused.traced_at(PROBE_SIZE).verify()
         verify_s = time.perf_counter() - start
         programs = {which: future.result() for which, future in futures.items()}
     plain = programs["plain"]

@@ -58,7 +58,7 @@ def main() -> None:
     layout, leaves = find_state(analysis, inputs, 1), jax.tree.leaves(inputs)
     lowered = [lower_unsplit(analysis, layout, leaves)]
     sizes = (batch_size - batch_size // 2, batch_size // 2)
-    graphs = tuple(analysis.form_at(size).graph for size in sizes)
+    graphs = tuple(analysis.traced_at(size).graph for size in sizes)
     for budgets in args.budgets:
         products, reading = map(int, budgets.split("+"))
         program = Chains(graphs, products, reading, args.in_turns)
@@ -155,13 +155,13 @@ class Chain:
         """Runs all up to the next reading; returns the last product."""
         product = None
         for operation in self._graph.operations[self._place :]:
-            if role_of(operation) == Role.GUEST:
+            if role_of(operation) == Role.MEMORY:
                 break
             norm = operation.primitive == KERNEL and "norm" in operation.params["name"]
             self._run(operation, sms, token if norm else None)
             token = None if norm else token
             self._place += 1
-            if role_of(operation) == Role.HOST:
+            if role_of(operation) == Role.COMPUTE:
                 product = self._values[operation.outputs[0]]
         return product
 

@@ -18,7 +18,7 @@ from random_tables import SHAPES, random_rows, stage
 from pbjax.device import ResourceClass
 from pbjax.planning.candidates import SearchOptions
 from pbjax.planning.memory import predicted_bytes
-from pbjax.planning.profiling import CorunRow, Outline, Profile, Provenance, Row, grid
+from pbjax.planning.profiling import CorunRow, Profile, ProgramSummary, Provenance, Row, grid
 from pbjax.planning.search import search
 
 # Rows that a kernel takes at once.
@@ -39,18 +39,18 @@ def main():
     parser.add_argument("--budgets", type=int, default=2, help="choices of SM budgets in a table")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tables")
     args = parser.parse_args()
-    outline = program(args.stages, args.blocks)
+    summary = program(args.stages, args.blocks)
     chance = random.Random(args.seed)
     choices = BUDGETS[: args.budgets]
     tables = [
-        table(chance, outline, args.batch, SHAPES[i % 5], choices) for i in range(args.tables)
+        table(chance, summary, args.batch, SHAPES[i % 5], choices) for i in range(args.tables)
     ]
-    whole = predicted_bytes(outline, (args.batch,), (0,))
+    whole = predicted_bytes(summary, (args.batch,), (0,))
     conditions = conditions_of(args)
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))
     for limit in LIMITS:
         options = SearchOptions(memory_limit_bytes=None if limit is None else int(limit * whole))
-        results = [search(outline, each, args.batch, options) for each in tables]
+        results = [search(summary, each, args.batch, options) for each in tables]
         figures = {"memory_limit": limit, **figures_of(results)}
         print(json.dumps({"bench": "search", **conditions, **figures}))
 
@@ -87,7 +87,7 @@ def figures_of(results):
 def program(num_stages, num_blocks):
     """A program whose stages take turns in class, and hold the more memory the later they are."""
     classes = list(ResourceClass)
-    return Outline(
+    return ProgramSummary(
         prologue=stage("prologue", ResourceClass.MEMORY),
         block=tuple(stage(f"stage_{i}", classes[i % 3], 1e6 * (1 + i)) for i in range(num_stages)),
         epilogue=stage("epilogue", ResourceClass.TENSOR),
@@ -95,13 +95,13 @@ def program(num_stages, num_blocks):
     )
 
 
-def table(chance, outline, batch_size, shape, budgets=()):
+def table(chance, summary, batch_size, shape, budgets=()):
     """Random seconds for every stage, and random slowdowns for every pair of classes.
 
     Within budgets a stage takes up to a fifth longer; it was measured so at three sizes.
     """
     sizes = grid(batch_size)
-    rows = random_rows(chance, outline, shape, sizes, TILES)
+    rows = random_rows(chance, summary, shape, sizes, TILES)
     measured = sizes[-4:-1]
     alone = {(r.stage, r.batch_size): r.median_s for r in rows}
     shares = [dict(zip(ResourceClass, sms, strict=True)) for sms in budgets]
@@ -110,13 +110,13 @@ def table(chance, outline, batch_size, shape, budgets=()):
             Row.of(
                 each, size, chance.uniform(1, 1.2) * alone[each.name, size], share[each.resource]
             )
-            for each in outline.block
+            for each in summary.block
             for size in measured
         ]
     pairs = [
         CorunRow.of((a, b), (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
-        for i, a in enumerate(outline.stages)
-        for b in outline.stages[i + 1 :]
+        for i, a in enumerate(summary.stages)
+        for b in summary.stages[i + 1 :]
         if a.resource != b.resource
         for m in measured
         for n in measured
@@ -129,8 +129,8 @@ def table(chance, outline, batch_size, shape, budgets=()):
             (share[a.resource], share[b.resource]),
         )
         for share in shares
-        for i, a in enumerate(outline.block)
-        for b in outline.block[i + 1 :]
+        for i, a in enumerate(summary.block)
+        for b in summary.block[i + 1 :]
         if a.resource != b.resource
         for m in measured
     ]

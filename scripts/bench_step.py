@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times decode steps of LLaMA3-8B layers: the whole batch, and two woven sub-batches.
+"""Times decode steps of LLaMA3-8B layers: the whole batch, and two interleaved sub-batches.
 
 Random weights and caches at full width, few layers, a small vocabulary so that layers are what is
 timed. Each case is a process: all compile at the same time, then one after the other measures, and
@@ -46,7 +46,7 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{args.layers} layers; ms, ratios over unsplit; tokens/s are of the fastest for 32")
-    print("batch context      sizes  unsplit  sequential  woven  ratio  bound  rides  tokens/s")
+    print("batch context      sizes  unsplit  sequential  interl.  ratio  bound  overlap  tokens/s")
     for row in rows:
         print(line(row))
 
@@ -132,15 +132,15 @@ def measure(
 
 def line(row: dict) -> str:
     """One row of the table; a dash for what was not tried."""
-    unsplit, sequential, woven = (
-        row["seconds"].get(name) for name in ("unsplit", "sequential", "woven")
+    unsplit, sequential, interleaved = (
+        row["seconds"].get(name) for name in ("unsplit", "sequential", "interleaved")
     )
-    ratio = unsplit / woven if woven else None
+    ratio = unsplit / interleaved if interleaved else None
     return (
         f"{row['batch']:5d} {row['context']:7d} {'+'.join(map(str, row['sizes'])):>10s} "
-        f"{1e3 * unsplit:8.3f} {_cell(sequential, 1e3):>11s} {_cell(woven, 1e3):>6s} "
-        f"{_cell(ratio):>6s} {unsplit / row['bound_s']['woven']:6.2f} {row['riding']:5.0%} "
-        f"{row['tokens_per_s_at_32_layers']:9,d}"
+        f"{1e3 * unsplit:8.3f} {_cell(sequential, 1e3):>11s} {_cell(interleaved, 1e3):>8s} "
+        f"{_cell(ratio):>6s} {unsplit / row['bound_s']['interleaved']:6.2f} "
+        f"{row['overlapped_fraction']:8.0%} {row['tokens_per_s_at_32_layers']:9,d}"
     )
 
 

@@ -30,7 +30,7 @@ from pbjax.files import write_atomically
 from pbjax.graph.functional import functional
 from pbjax.planning.profile_grid import grid
 from pbjax.planning.profiling import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.search import search
 from pbjax.runtime.measured_programs import joined, milliseconds
 from pbjax.runtime.measured_programs import table as as_table
@@ -152,7 +152,7 @@ def measure(job: Job, ready):
     rows, pairs = len(found.profile.rows), len(found.profile.corun)
     text = f"{rows} rows, {pairs} pairs, {found.rows_measured} new: {seconds}"
     layers = find_shape(job.model).config.num_layers - MEASURED_LAYERS
-    return replace(found.outline, num_blocks=found.outline.num_blocks + layers), text
+    return replace(found.summary, num_blocks=found.summary.num_blocks + layers), text
 
 
 def compile_program(job: Job):
@@ -181,10 +181,10 @@ def time_program(call) -> dict:
     return asdict(timing) | {"between": (began, time.time())}
 
 
-def compare(job: Job, outline: Outline, measured: dict) -> dict:
+def compare(job: Job, summary: ProgramSummary, measured: dict) -> dict:
     """What a table predicts of the whole batch and of its best split, and what was measured."""
     asked = job.asked
-    found = search(outline, Profile.load(job.table), asked.batch_size)
+    found = search(summary, Profile.load(job.table), asked.batch_size)
     predicted_s = found.by_count[1].prediction.makespan_s
     split = best_split(found)
     return {

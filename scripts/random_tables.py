@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from pbjax.device import ResourceClass
-from pbjax.planning.profiling import Outline, Row, StageInfo
+from pbjax.planning.profiling import ProgramSummary, Row, StageInfo
 
 SHAPES = ("rising", "ragged", "plateau", "cliff", "straight")
 
@@ -31,12 +31,16 @@ def stage(
 
 
 def random_rows(
-    chance: random.Random, outline: Outline, shape: str, sizes: Sequence[int], tiles: Sequence[int]
+    chance: random.Random,
+    summary: ProgramSummary,
+    shape: str,
+    sizes: Sequence[int],
+    tiles: Sequence[int],
 ) -> list[Row]:
     """Rows of every stage, each of a curve of its own."""
     return [
         Row.of(each, size, seconds)
-        for each in outline.stages
+        for each in summary.stages
         for size, seconds in zip(sizes, curve(chance, shape, sizes, tiles), strict=True)
     ]
 

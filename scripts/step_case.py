@@ -171,7 +171,7 @@ def row_of(step: OptimizedStep, num_layers: int, batch_size: int, context: int) 
         "sizes": step.plan.sizes,
         "decision": step.plan.decision,
         "reason": step.plan.reason,
-        "riding": round(step.report().riding, 3),
+        "overlapped_fraction": round(step.report().overlapped_fraction, 3),
         "max_difference": step.plan.max_difference,
         "tokens_per_s_at_32_layers": round(
             batch_size / min(seconds.values()) * num_layers / FULL_LAYERS
@@ -189,8 +189,8 @@ def bounds(
 ) -> dict[str, float]:
     """Seconds that no program of these layers goes below, on an H200.
 
-    Unsplit, products and reading the caches take turns. Woven they need not, but each sub-batch
-    reads all weights.
+    Unsplit, products and reading the caches take turns. Interleaved they need not, but each
+    sub-batch reads all weights.
     """
     layers = jax.tree.leaves(nnx.state(model.layers))
     weights = sum(x.nbytes for x in layers if x.ndim == 2)
@@ -200,5 +200,5 @@ def bounds(
     products_s = flops / FLOPS_PER_S
     return {
         "unsplit": max(products_s, weights / BYTES_PER_S) + cache / BYTES_PER_S,
-        "woven": max(products_s, (cache + 2 * weights) / BYTES_PER_S),
+        "interleaved": max(products_s, (cache + 2 * weights) / BYTES_PER_S),
     }

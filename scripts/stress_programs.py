@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Calls whole programs many times on the same inputs and compares every call bit for bit.
 
-A decode step of LLaMA3-8B's layers, unsplit and woven, and the forward passes of the six models. A
-round starts processes for each program: all compile at the same time, then one after the other
-calls its program, the very first call of the process included. In every second round the device's
+A decode step of LLaMA3-8B's layers, unsplit and interleaved, and the forward passes of the six
+models. A round starts processes for each program: all compile at the same time, then one after the
+other calls its program, the very first call of the process included. In every second round the device's
 memory is filled before, but for what the program needs. Inputs are summed up before and after, and
 so is the copy of the state that the first call uses up: processes are compared, whether these, or
 only what was made of them, ever differed. With --together processes do not take turns: the device
@@ -22,9 +22,9 @@ from functools import partial
 from kernel_cases import pool
 
 LAYERS = (6, 1)  # Of a step, and of one for a try.
-STEPS = ("unsplit 768x512", "woven 768x512:384+384")
+STEPS = ("unsplit 768x512", "interleaved 768x512:384+384")
 MODELS = ("vit-base", "bert-base", "conformer-l", "gpt2-xl", "bloom-7b1", "llama3-8b")
-TINY_STEPS = ("unsplit 24x16", "woven 24x16:8+16")
+TINY_STEPS = ("unsplit 24x16", "interleaved 24x16:8+16")
 TINY_MODELS = ("bert-base",)
 # Processes may differ by this share of the largest value: XLA chooses products by timing them in
 # each, and another one rounds differently.
@@ -191,12 +191,12 @@ def step_call(item: Item):
     from kernel_cases.repeats import digests
 
     from pbjax.decode import programs as step_programs
-    from pbjax.decode.search import Ways
+    from pbjax.decode.search import SpecSearch
     from pbjax.decode.state import find_state
     from pbjax.device import find_device
     from pbjax.program.analysis import analyse
 
-    way, case = item.program.split()
+    spec, case = item.program.split()
     batch_size, context, sizes = step_case.parsed(case)
     graph, shapes = nnx.split(
         nnx.eval_shape(lambda: step_case.make(LAYERS[item.tiny], tiny=item.tiny))
@@ -205,9 +205,9 @@ def step_call(item: Item):
     device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
     analysis = analyse(model.decode, given, device=device)
     layout, leaves = find_state(analysis, given, 1), jax.tree.leaves(given)
-    if way == "woven":
-        woven = Ways(analysis).at(sizes)
-        lowered = step_programs.lower_woven(analysis, layout, leaves, woven, way)
+    if spec == "interleaved":
+        interleaved = SpecSearch(analysis).at(sizes)
+        lowered = step_programs.lower_interleaved(analysis, layout, leaves, interleaved, spec)
     else:
         lowered = step_programs.lower_unsplit(analysis, layout, leaves)
     step = lowered.compile()

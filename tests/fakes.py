@@ -56,11 +56,11 @@ def fake_measure(seconds):
     def measure(programs, leaves, progress):
         return tuple(
             MeasuredProgram(
-                name=compiled.way.name,
-                sizes=compiled.way.sizes,
-                staggers=compiled.way.staggers,
-                predicted_s=compiled.way.predicted_s,
-                measured_s=seconds[compiled.way.name],
+                name=compiled.spec.name,
+                sizes=compiled.spec.sizes,
+                staggers=compiled.spec.staggers,
+                predicted_s=compiled.spec.predicted_s,
+                measured_s=seconds[compiled.spec.name],
                 spread_s=1e-6,
                 temporary_bytes=compiled.temporary_bytes,
                 weight_bytes=compiled.weight_bytes,

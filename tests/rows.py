@@ -61,10 +61,10 @@ class FakeTimer:
         return Timing(median_s=run.size * 1.23456e-3, spread_s=1e-6, samples=5)
 
 
-def runs(outline, sizes, sm_budget=0):
+def runs(summary, sizes, sm_budget=0):
     return [
         Run(stage=stage, batch_size=size, sm_budget=sm_budget)
-        for stage in outline.stages
+        for stage in summary.stages
         for size in sizes
     ]
 

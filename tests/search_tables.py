@@ -3,7 +3,7 @@
 from itertools import combinations
 
 from pbjax.device import ResourceClass
-from pbjax.planning.profiling import CorunRow, Outline, Profile, Row, grid
+from pbjax.planning.profiling import CorunRow, Profile, ProgramSummary, Row, grid
 from scripts.random_tables import SHAPES, random_rows, stage
 
 from .fakes import provenance
@@ -21,7 +21,7 @@ def corun(a, b, *figures):
 
 def program(num_stages, num_blocks=3, has_ends=True):
     classes = list(ResourceClass)
-    return Outline(
+    return ProgramSummary(
         prologue=stage("prologue") if has_ends else None,
         block=tuple(stage(f"s{i}", classes[i % 3]) for i in range(num_stages)),
         epilogue=stage("epilogue") if has_ends else None,
@@ -29,17 +29,17 @@ def program(num_stages, num_blocks=3, has_ends=True):
     )
 
 
-def random_table(chance, outline, batch_size, num_extra=0):
+def random_table(chance, summary, batch_size, num_extra=0):
     """A table of random shape, in which a random part of the pairs saves a random part."""
     extra = chance.sample(range(3, batch_size), num_extra)
     sizes = sorted({*grid(batch_size), *extra})
     shape, share = chance.choice(SHAPES), chance.choice((0, 0.4, 1))
-    rows = random_rows(chance, outline, shape, sizes, TILES)
+    rows = random_rows(chance, summary, shape, sizes, TILES)
     measured = sorted(chance.sample(sizes, min(3, len(sizes))))
     pairs = [
         corun(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
-        for i, a in enumerate(outline.stages)
-        for b in outline.stages[i:]
+        for i, a in enumerate(summary.stages)
+        for b in summary.stages[i:]
         if chance.random() < share
         for m in measured
         for n in measured
@@ -48,7 +48,7 @@ def random_table(chance, outline, batch_size, num_extra=0):
     return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
-def with_budgets(chance, outline, profile):
+def with_budgets(chance, summary, profile):
     """The table with rows of stages and pairs of the block at two choices of budgets."""
     sizes = sorted({each.batch_size for each in profile.rows})
     sizes = sizes[chance.randint(0, 1) * (len(sizes) > 3) :]
@@ -57,7 +57,7 @@ def with_budgets(chance, outline, profile):
         sms = round(132 * share), round(10 * share), 110 - round(110 * share)
         budgets = dict(zip(ResourceClass, sms, strict=True))
         pairs_there = [
-            (a, b) for a, b in combinations(outline.block, 2) if a.resource != b.resource
+            (a, b) for a, b in combinations(summary.block, 2) if a.resource != b.resource
         ]
         for each in {s.name: s for pair in pairs_there for s in pair}.values():
             slower = chance.uniform(1, 1.6)
@@ -79,9 +79,9 @@ def with_budgets(chance, outline, profile):
     return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
-def table(outline, seconds, *pairs):
+def table(summary, seconds, *pairs):
     """A table of one curve for all stages, given as {batch size: seconds}."""
-    rows = [row(each, b, s) for each in outline.stages for b, s in seconds.items()]
+    rows = [row(each, b, s) for each in summary.stages for b, s in seconds.items()]
     return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=pairs)
 
 

@@ -14,7 +14,7 @@ import pbjax
 from pallas_kernels.testing import assert_close
 from pbjax import errors
 from pbjax.device import find_device
-from pbjax.runtime.execution import Lane
+from pbjax.runtime.execution import SubBatchState
 from pbjax.tuning.choices import whole_numbers
 
 from .fakes import FakeTimer, fake_measure
@@ -291,14 +291,14 @@ def test_gain_inside_the_noise_keeps_the_unsplit_program(timer, monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_program_made_wrong_is_refused(timer, monkeypatch, factor):
-    run_stage = Lane._run_stage
+    run_stage = SubBatchState._run_stage
 
     def wrong(self, index, block):
         run_stage(self, index, block)
         if index == 1:
             self.live = {value: x * factor for value, x in self.live.items()}
 
-    monkeypatch.setattr(Lane, "_run_stage", wrong)
+    monkeypatch.setattr(SubBatchState, "_run_stage", wrong)
     with pytest.raises(errors.VerificationError, match="output 0") as error:
         run(NETWORKS["nnx_scan"](2), 6, split=(3, 3))
     check_house_form(error)

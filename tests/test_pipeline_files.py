@@ -297,7 +297,7 @@ def test_same_profile_decides_the_same_in_another_process(timer, tmp_path):
         text=True,
         check=True,
     ).stdout
-    sizes = [way.sizes for way in here.ways]
+    sizes = [spec.sizes for spec in here.specs]
     assert there.strip() == f"{here.digest} {analysis.fingerprint} 0 {sizes}"
     assert len(here.digest) == 64
 

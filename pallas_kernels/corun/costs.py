@@ -37,7 +37,7 @@ def alone_s(call: Call, peak_bytes_per_s: float) -> float:
     return _product_s(m, n, k, gated, heavy, dispatch.num_sms())
 
 
-def hosting_s(call: Call) -> float:
+def paired_s(call: Call) -> float:
     """Seconds of a host with the tile that leaves a guest room, before the guest's are added."""
     m, n, k, gated = _product(call)
     return tiles.predicted_s(m, n, k, gated=gated, ctas=dispatch.num_sms())

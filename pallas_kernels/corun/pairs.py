@@ -31,20 +31,20 @@ class Call:
     arguments: Mapping[str, Any]
 
 
-def num_parts(guest: Call) -> int:
+def num_parts(memory: Call) -> int:
     """Into how many parts of nearly equal work a guest can be divided."""
-    return -(-guest.arguments["q"].shape[0] // _sequences_of_a_part(guest))
+    return -(-memory.arguments["q"].shape[0] // _sequences_of_a_part(memory))
 
 
-def _sequences_of_a_part(guest: Call) -> int:
+def _sequences_of_a_part(memory: Call) -> int:
     """As many as keep all SMs busy with a key-value head each; fewer of a small batch."""
-    batch_size, num_kv_heads = guest.arguments["q"].shape[0], guest.arguments["k"].shape[2]
+    batch_size, num_kv_heads = memory.arguments["q"].shape[0], memory.arguments["k"].shape[2]
     return max(1, min(ITEMS_OF_A_PART // num_kv_heads, batch_size // 8))
 
 
-def part(guest: Call, first: int, count: int) -> Array:
+def part(memory: Call, first: int, count: int) -> Array:
     """Parts first .. first + count - 1 of a guest, by itself."""
-    return decode_attention(**_part(guest, first, count))
+    return decode_attention(**_part(memory, first, count))
 
 
 def join(parts: Sequence[Array]) -> Array:
@@ -52,9 +52,9 @@ def join(parts: Sequence[Array]) -> Array:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _part(guest: Call, first: int, count: int) -> dict[str, Any]:
+def _part(memory: Call, first: int, count: int) -> dict[str, Any]:
     """The arguments of a part: few queries, and all of the cache."""
-    given, unit = dict(guest.arguments), _sequences_of_a_part(guest)
+    given, unit = dict(memory.arguments), _sequences_of_a_part(memory)
     batch_size = given["q"].shape[0]
     start, stop = first * unit, min((first + count) * unit, batch_size)
     rows = slice(start, stop)
@@ -64,13 +64,13 @@ def _part(guest: Call, first: int, count: int) -> dict[str, Any]:
     return given | {"first_sequence": given["first_sequence"] + start}
 
 
-def beside(host: Call, guest: Call, first: int, count: int) -> tuple[Any, Array]:
+def beside(compute: Call, memory: Call, first: int, count: int) -> tuple[Any, Array]:
     """A host, and parts of a guest: one launch, unless its cache is paged or its scores capped."""
-    if guest.arguments["page_table"] is not None or guest.arguments["softcap"] is not None:
-        hosts = {"gemm": gemm, "gated_gemm": gated_gemm}
-        return hosts[host.name](**host.arguments), part(guest, first, count)
-    given = _part(guest, first, count)
+    if memory.arguments["page_table"] is not None or memory.arguments["softcap"] is not None:
+        compute_kernels = {"gemm": gemm, "gated_gemm": gated_gemm}
+        return compute_kernels[compute.name](**compute.arguments), part(memory, first, count)
+    given = _part(memory, first, count)
     given["attention_scale"] = given.pop("scale")
     del given["page_table"], given["softcap"]
-    both = gemm_beside_decode_attention(**host.arguments, **given)
+    both = gemm_beside_decode_attention(**compute.arguments, **given)
     return both.product, both.attended

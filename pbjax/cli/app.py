@@ -188,7 +188,7 @@ def optimize(
         say(f"\n{report}")
         if exhaustive and report.profile is not None:
             progress("exhaustive search", 0, 1, "")
-            found = search(report.outline, report.profile, rows, policy="exhaustive")
+            found = search(report.summary, report.profile, rows, policy="exhaustive")
             say(_exhaustive_line(report.search, found))
         if save_plan is not None:
             fast.plan.save(save_plan)

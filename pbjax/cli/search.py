@@ -24,7 +24,7 @@ from pbjax.files import check_writable
 if TYPE_CHECKING:
     from pbjax.device import Device
     from pbjax.planning.profiling import Profile
-    from pbjax.planning.program_summary import Outline
+    from pbjax.planning.program_summary import ProgramSummary
     from pbjax.program.analysis import Analysis
     from pbjax.tuning.preset_model import ForwardPass
 
@@ -110,12 +110,12 @@ def search(
     path = table or _shipped(target, asked)
     measured = _table(path, target)
     analysis = asked.in_shapes(target)
-    outline = _measured_outline(asked, analysis, measured, path)
-    measured = measured.only(outline)
+    summary = _measured_summary(asked, analysis, measured, path)
+    measured = measured.only(summary)
     options = SearchOptions(memory_limit_bytes=target.memory_bytes)
-    found = run(outline, measured, batch, options)
-    plan = plan_of(analysis, outline, measured, found)
-    best = run(outline, measured, batch, options, "exhaustive") if exhaustive else None
+    found = run(summary, measured, batch, options)
+    plan = plan_of(analysis, summary, measured, found)
+    best = run(summary, measured, batch, options, "exhaustive") if exhaustive else None
     if save_plan is not None:
         plan.save(save_plan)
         print(f"written: {save_plan}", file=sys.stderr)
@@ -173,9 +173,9 @@ def _table(path: Path, device: "Device") -> "Profile":
     return table
 
 
-def _measured_outline(
+def _measured_summary(
     asked: "ForwardPass", analysis: "Analysis", table: "Profile", path: Path
-) -> "Outline":
+) -> "ProgramSummary":
     """The stages as the table knows them: cut for this batch, or else for the one it was made at.
 
     Raises:
@@ -184,10 +184,10 @@ def _measured_outline(
     batch, known = asked.batch_size, {row.fingerprint for row in table.rows}
     largest = max((row.batch_size for row in table.rows), default=0)
     command = asked.command(analysis.device)
-    outline, missing = analysis.outline, _unknown(analysis.outline, known)
+    summary, missing = analysis.summary, _unknown(analysis.summary, known)
     if missing and batch < largest:
-        outline = replace(asked, batch_size=largest).in_shapes(analysis.device).outline
-    if _unknown(outline, known):
+        summary = replace(asked, batch_size=largest).in_shapes(analysis.device).summary
+    if _unknown(summary, known):
         length = "" if asked.length is None else f" at a length of {asked.length}"
         raise InputError(
             f"pbjax search --model {asked.model}: in {asked.dtype}{length} its stages "
@@ -195,23 +195,23 @@ def _measured_outline(
             f"{_kinds(table)}; every stage must have been measured; ask for what is there by "
             f"--dtype and --seq, or measure on the device: {command}"
         )
-    if outline is not analysis.outline:
+    if summary is not analysis.summary:
         print(
             f"{asked.name}: cut into stages as at a batch of {largest}, where the table was made; "
             f"at {batch} it would be cut otherwise",
             file=sys.stderr,
         )
-    reached = min(table.curve(stage).sizes[-1] for stage in outline.stages)
+    reached = min(table.curve(stage).sizes[-1] for stage in summary.stages)
     if batch > reached:
         raise InputError(
             f"pbjax search --batch {batch}: the table {path} reaches {reached} rows; batches up to "
             f"that are allowed; measure more on the device: {command}"
         )
-    return outline
+    return summary
 
 
-def _unknown(outline: "Outline", known: Collection[str]) -> list[str]:
-    return [stage.name for stage in outline.stages if stage.fingerprint not in known]
+def _unknown(summary: "ProgramSummary", known: Collection[str]) -> list[str]:
+    return [stage.name for stage in summary.stages if stage.fingerprint not in known]
 
 
 def _kinds(table: "Profile") -> str:

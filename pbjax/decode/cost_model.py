@@ -1,4 +1,4 @@
-"""Predicted seconds of a sub-batch's operations, at any size, and of woven launches.
+"""Predicted seconds of a sub-batch's operations, at any size, and of interleaved launches.
 
 Products and decode attention are predicted by what their kernels were measured to take, the rest by
 bytes at the measured bandwidth and what a short launch takes beside its work: one follows another
@@ -29,7 +29,7 @@ SUSTAINED = 1.07
 # XLA computes what feeds these where it writes their results.
 _FUSED_INTO = frozenset(name for name in KERNELS if name.startswith("scatter"))
 
-type Lanes = tuple[tuple[Item, ...], tuple[Item, ...]]
+type SubBatches = tuple[tuple[Item, ...], tuple[Item, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,9 @@ class Costs:
         call = call_of(operation, [self._resized(atom, size) for atom in operation.inputs])
         seconds = SUSTAINED * costs.alone_s(call, rates.peak_bytes_per_s)
         num_bytes = costs.num_bytes(call)
-        if role == Role.HOST:
-            hosting_s = SUSTAINED * costs.hosting_s(call)
-            return Item(role=role, seconds=seconds, hosting_s=hosting_s, num_bytes=num_bytes)
+        if role == Role.COMPUTE:
+            paired_s = SUSTAINED * costs.paired_s(call)
+            return Item(role=role, seconds=seconds, paired_s=paired_s, num_bytes=num_bytes)
         joined = 2 * call.arguments["q"].size * call.arguments["q"].dtype.itemsize
         return Item(
             role=role,
@@ -132,31 +132,34 @@ def _lone_seconds(graph: Graph, rates: Rates) -> list[float]:
     ]
 
 
-def predicted_s(launches: Sequence[Launch], lanes: Lanes, rates: Rates) -> float:
-    """Seconds of woven launches, and of joining the pieces of what was divided."""
+def predicted_s(launches: Sequence[Launch], sub_batches: SubBatches, rates: Rates) -> float:
+    """Seconds of interleaved launches, and of joining the pieces of what was divided."""
     total, pieces = 0.0, set()
     for launch in launches:
-        total += _launch_s(launch, lanes, rates)
-        for piece in (launch.main, launch.guest):
-            if piece is not None and (piece.lane, piece.item) not in pieces:
-                pieces.add((piece.lane, piece.item))
-                item = lanes[piece.lane][piece.item]
+        total += _launch_s(launch, sub_batches, rates)
+        for piece in (launch.main, launch.memory):
+            if piece is not None and (piece.sub_batch, piece.item) not in pieces:
+                pieces.add((piece.sub_batch, piece.item))
+                item = sub_batches[piece.sub_batch][piece.item]
                 total += item.join_s * (piece.count < item.parts)
     return total
 
 
-def _launch_s(launch: Launch, lanes: Lanes, rates: Rates) -> float:
-    main = lanes[launch.main.lane][launch.main.item]
-    if launch.guest is None:
-        return _share(launch.main, lanes) * main.seconds
-    guest, share = lanes[launch.guest.lane][launch.guest.item], _share(launch.guest, lanes)
+def _launch_s(launch: Launch, sub_batches: SubBatches, rates: Rates) -> float:
+    main = sub_batches[launch.main.sub_batch][launch.main.item]
+    if launch.memory is None:
+        return _share(launch.main, sub_batches) * main.seconds
+    memory, share = (
+        sub_batches[launch.memory.sub_batch][launch.memory.item],
+        _share(launch.memory, sub_batches),
+    )
     return costs.together_s(
-        main.hosting_s,
-        share * guest.seconds,
-        main.num_bytes + share * guest.num_bytes,
+        main.paired_s,
+        share * memory.seconds,
+        main.num_bytes + share * memory.num_bytes,
         rates.peak_bytes_per_s,
     )
 
 
-def _share(piece: Piece, lanes: Lanes) -> float:
-    return piece.count / lanes[piece.lane][piece.item].parts
+def _share(piece: Piece, sub_batches: SubBatches) -> float:
+    return piece.count / sub_batches[piece.sub_batch][piece.item].parts

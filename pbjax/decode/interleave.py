@@ -1,10 +1,11 @@
-"""Two sub-batches woven into one sequence of launches: matrix products of one, with reading beside.
+"""Two sub-batches interleaved into one sequence of launches.
 
-A kernel can take a partner along in the same launch: a host, bound by Tensor Cores, carries a part
-of a guest, bound by memory. `weave` walks two sub-batches through the same operations and decides
-which part of which guest rides in which host. There are no slots here: a sub-batch at a guest waits
-for the other's hosts, and goes on when its guest is done, so the two settle into turns by
-themselves. It runs nothing; what a launch is stands in `woven`.
+One launch can hold two kernels: a compute kernel (a matrix product, bound by Tensor Cores) and a
+part of a memory kernel (decode attention, bound by bandwidth). `interleave` walks two sub-batches
+through the same operations and decides which part of which memory kernel runs beside which compute
+kernel. There are no slots here: a sub-batch at a memory kernel waits for the compute kernels of the
+other, and goes on when its own is done, so the two settle into turns by themselves. Nothing is run
+here; `interleaved_program` defines what a launch does.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ CAPACITY = 1.4
 class Role(StrEnum):
     """What an operation can do in a launch."""
 
-    HOST = "host"
-    GUEST = "guest"
+    COMPUTE = "host"
+    MEMORY = "guest"
     ALONE = "alone"
 
 
@@ -32,7 +33,7 @@ class Item:
       role: Host, guest, or neither.
       seconds: Predicted, with the whole device to itself.
       parts: Into how many pieces of equal time a guest can be divided.
-      hosting_s: Of a host, in a launch that leaves a guest room, before the guest's are added.
+      paired_s: Of a host, in a launch that leaves a guest room, before the guest's are added.
       num_bytes: That a host or a guest reads and writes.
       join_s: Of a guest, to make one result of those of its pieces.
     """
@@ -40,7 +41,7 @@ class Item:
     role: Role
     seconds: float
     parts: int = 1
-    hosting_s: float = 0.0
+    paired_s: float = 0.0
     num_bytes: float = 0.0
     join_s: float = 0.0
 
@@ -50,13 +51,13 @@ class Piece:
     """Parts first .. first + count - 1 of an operation; a host or lone operation has one part.
 
     Attributes:
-      lane: Which of the two sub-batches.
+      sub_batch: Which of the two sub-batches.
       item: Number of the operation in its sub-batch.
       first: First of the parts.
       count: How many parts.
     """
 
-    lane: int
+    sub_batch: int
     item: int
     first: int = 0
     count: int = 1
@@ -67,10 +68,10 @@ class Launch:
     """What runs next: an operation, or a host with a piece of a guest beside it."""
 
     main: Piece
-    guest: Piece | None = None
+    memory: Piece | None = None
 
 
-def weave(
+def interleave(
     first: Sequence[Item], second: Sequence[Item], capacity: float = CAPACITY
 ) -> tuple[Launch, ...]:
     """Orders the operations of two sub-batches.
@@ -84,23 +85,23 @@ def weave(
       second: Of the other.
       capacity: Seconds of guest that a host carries for each of its own.
     """
-    lanes = (_Lane(0, first), _Lane(1, second))
+    sub_batches = (_SubBatchState(0, first), _SubBatchState(1, second))
     launches: list[Launch] = []
     while True:
-        for lane in lanes:
-            while lane.role == Role.ALONE:
-                launches.append(Launch(main=lane.take()))
-        roles = [lane.role for lane in lanes]
+        for sub_batch in sub_batches:
+            while sub_batch.role == Role.ALONE:
+                launches.append(Launch(main=sub_batch.take()))
+        roles = [sub_batch.role for sub_batch in sub_batches]
         if roles == [None, None]:
             return tuple(launches)
-        if Role.HOST in roles and Role.GUEST in roles:
-            host, guest = lanes if roles[0] == Role.HOST else reversed(lanes)
-            launches.append(_together(host, guest, capacity))
+        if Role.COMPUTE in roles and Role.MEMORY in roles:
+            compute, memory = sub_batches if roles[0] == Role.COMPUTE else reversed(sub_batches)
+            launches.append(_together(compute, memory, capacity))
         else:
-            launches.append(Launch(main=_next_alone(lanes).take()))
+            launches.append(Launch(main=_next_alone(sub_batches).take()))
 
 
-class _Lane:
+class _SubBatchState:
     """A sub-batch on its way; `done` parts of its current operation have run."""
 
     def __init__(self, number: int, items: Sequence[Item]):
@@ -118,42 +119,42 @@ class _Lane:
         """Parts of the current operation that have not run."""
         return self.items[self.place].parts - self.done
 
-    def hosts_s(self) -> float:
+    def compute_s(self) -> float:
         """Seconds of the hosts from here to the next guest, or to the end."""
         total = 0.0
         for item in self.items[self.place :]:
-            if item.role == Role.GUEST:
+            if item.role == Role.MEMORY:
                 break
-            total += item.hosting_s * (item.role == Role.HOST)
+            total += item.paired_s * (item.role == Role.COMPUTE)
         return total
 
     def take(self, count: int | None = None) -> Piece:
         """The next parts of the current operation, all that are left by default."""
         count = self.left if count is None else count
-        piece = Piece(lane=self.number, item=self.place, first=self.done, count=count)
+        piece = Piece(sub_batch=self.number, item=self.place, first=self.done, count=count)
         self.done += count
         if not self.left:
             self.place, self.done = self.place + 1, 0
         return piece
 
 
-def _together(host: _Lane, guest: _Lane, capacity: float) -> Launch:
+def _together(compute: _SubBatchState, memory: _SubBatchState, capacity: float) -> Launch:
     """A host with its share of the guest that waits; without one if the share is below a part."""
-    seconds, total = host.items[host.place].hosting_s, host.hosts_s()
-    waiting = guest.items[guest.place]
-    share = round(guest.left * seconds / total) if total > 0 else guest.left
+    seconds, total = compute.items[compute.place].paired_s, compute.compute_s()
+    waiting = memory.items[memory.place]
+    share = round(memory.left * seconds / total) if total > 0 else memory.left
     part_s = waiting.seconds / waiting.parts
-    room = int(capacity * seconds / part_s) if part_s > 0 else guest.left
-    count = min(share, room, guest.left)
-    return Launch(main=host.take(), guest=guest.take(count) if count else None)
+    room = int(capacity * seconds / part_s) if part_s > 0 else memory.left
+    count = min(share, room, memory.left)
+    return Launch(main=compute.take(), memory=memory.take(count) if count else None)
 
 
-def _next_alone(lanes: Sequence[_Lane]) -> _Lane:
+def _next_alone(sub_batches: Sequence[_SubBatchState]) -> _SubBatchState:
     """Which lane goes on by itself.
 
     Of two at hosts the one that is sooner at a guest, of two at guests the one further through.
     """
-    going = [lane for lane in lanes if lane.role is not None]
-    if all(lane.role == Role.HOST for lane in going):
-        return min(going, key=lambda lane: lane.hosts_s())
-    return min(going, key=lambda lane: lane.left / lane.items[lane.place].parts)
+    going = [sub_batch for sub_batch in sub_batches if sub_batch.role is not None]
+    if all(sub_batch.role == Role.COMPUTE for sub_batch in going):
+        return min(going, key=lambda sub_batch: sub_batch.compute_s())
+    return min(going, key=lambda sub_batch: sub_batch.left / sub_batch.items[sub_batch.place].parts)

@@ -1,8 +1,9 @@
-"""Two sub-batches as one function of woven launches.
+"""Two sub-batches as one function of interleaved launches.
 
-The operations of both run in the order that `weave` gives; a host and the piece of a guest beside
-it become one launch, by the arguments that traced kernels keep. Layers are not scanned over: each
-keeps its own weights and caches, since a kernel would get a copy of a slice of a stack.
+The operations of both run in the order that `interleave` gives; a compute kernel and the piece of a
+memory kernel beside it become one launch, by the arguments that traced kernels keep. Layers are not
+scanned over: each keeps its own weights and caches, since a kernel would get a copy of a slice of a
+stack.
 """
 
 from collections.abc import Sequence
@@ -35,12 +36,12 @@ def role_of(operation: Operation) -> Role:
     """What an operation can do in a launch."""
     name = operation.params["name"] if operation.primitive == KERNEL else None
     if name in pairs.HOSTS:
-        return Role.HOST
-    return Role.GUEST if name in pairs.GUESTS else Role.ALONE
+        return Role.COMPUTE
+    return Role.MEMORY if name in pairs.GUESTS else Role.ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WovenProgram:
+class InterleavedProgram:
     """A function of the weights and of both sub-batches' inputs.
 
     Attributes:
@@ -61,24 +62,29 @@ class WovenProgram:
           first: Leaves of the inputs of one sub-batch.
           second: Of the other.
         """
-        lanes = [
-            _Lane(graph, weights, inputs)
+        sub_batches = [
+            _SubBatchState(graph, weights, inputs)
             for graph, inputs in zip(self.graphs, (first, second), strict=True)
         ]
         for launch in self.launches:
-            main, guest = launch.main, launch.guest
-            if guest is None:
-                lanes[main.lane].run(main)
+            main, memory = launch.main, launch.memory
+            if memory is None:
+                sub_batches[main.sub_batch].run(main)
             else:
-                host, riding = lanes[main.lane].call(main), lanes[guest.lane].call(guest)
+                compute, overlapped_fraction = (
+                    sub_batches[main.sub_batch].call(main),
+                    sub_batches[memory.sub_batch].call(memory),
+                )
                 with jax.named_scope("beside"):
-                    results, part = pairs.beside(host, riding, guest.first, guest.count)
-                lanes[main.lane].finish(main, results)
-                lanes[guest.lane].finish(guest, part)
-        return lanes[0].outputs(), lanes[1].outputs()
+                    results, part = pairs.beside(
+                        compute, overlapped_fraction, memory.first, memory.count
+                    )
+                sub_batches[main.sub_batch].finish(main, results)
+                sub_batches[memory.sub_batch].finish(memory, part)
+        return sub_batches[0].outputs(), sub_batches[1].outputs()
 
 
-class _Lane:
+class _SubBatchState:
     """The values of one sub-batch on its way; parts of a guest are kept until it is whole."""
 
     def __init__(self, graph: Graph, weights: Sequence[Array], inputs: Sequence[Array]):
@@ -90,7 +96,7 @@ class _Lane:
     def run(self, piece: Piece) -> None:
         """Runs a piece of an operation by itself."""
         operation = self._graph.operations[piece.item]
-        if role_of(operation) == Role.GUEST:
+        if role_of(operation) == Role.MEMORY:
             call = self.call(piece)
             if piece.count < pairs.num_parts(call):
                 self.finish(piece, pairs.part(call, piece.first, piece.count))
@@ -106,7 +112,7 @@ class _Lane:
         """Takes what a piece returned; with the last one the operation is done."""
         operation = self._graph.operations[piece.item]
         self._parts.append(jax.tree.leaves(results))
-        if role_of(operation) == Role.GUEST:
+        if role_of(operation) == Role.MEMORY:
             call = self.call(piece)
             if piece.first + piece.count < pairs.num_parts(call):
                 return

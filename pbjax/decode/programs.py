@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pbjax.decode.interleaved_program import WovenProgram
-from pbjax.decode.search import WovenWay
+from pbjax.decode.interleaved_program import InterleavedProgram
+from pbjax.decode.search import InterleavedSpec
 from pbjax.decode.state import Pieces, StateLayout
 from pbjax.errors import FusionError, InputError, VerificationError
 from pbjax.program.analysis import Analysis, whole_batch
@@ -27,7 +27,7 @@ class LoweredStep:
     """A way to run a step, not yet compiled.
 
     Attributes:
-      name: plain (as given, where fusion changed it), unsplit, sequential, or woven.
+      name: plain (as given, where fusion changed it), unsplit, sequential, or interleaved.
       layout: How the state is cut.
       lowered: The program; see `StepProgram`.
       predicted_s: By what its kernels were measured to take.
@@ -61,7 +61,7 @@ class StepProgram:
     """A way to run a step, compiled.
 
     Attributes:
-      name: plain (as given, where fusion changed it), unsplit, sequential, or woven.
+      name: plain (as given, where fusion changed it), unsplit, sequential, or interleaved.
       layout: How the state is cut.
       program: Called as program(weights, pieces, others); pieces are donated.
       predicted_s: By what its kernels were measured to take.
@@ -99,13 +99,17 @@ def lower_unsplit(
     return _lowered(name, analysis, layout, jitted, leaves, predicted_s)
 
 
-def lower_woven(
-    analysis: Analysis, layout: StateLayout, leaves: Sequence[Array], way: WovenWay, name: str
+def lower_interleaved(
+    analysis: Analysis,
+    layout: StateLayout,
+    leaves: Sequence[Array],
+    spec: InterleavedSpec,
+    name: str,
 ) -> LoweredStep:
     """Two sub-batches in the given order of launches."""
-    first, second = (analysis.form_at(size).graph for size in way.sizes)
-    program = WovenProgram(graphs=(first, second), launches=way.launches)
-    step = PairStep(name=name, sizes=way.sizes, program=program, predicted_s=way.predicted_s)
+    first, second = (analysis.traced_at(size).graph for size in spec.sizes)
+    program = InterleavedProgram(graphs=(first, second), launches=spec.launches)
+    step = PairStep(name=name, sizes=spec.sizes, program=program, predicted_s=spec.predicted_s)
     return step.lower(analysis, layout, leaves)
 
 

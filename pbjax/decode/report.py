@@ -18,9 +18,10 @@ class StepReport:
       device_kind: Of the device.
       batch_size: Rows of the batch.
       state_bytes: Size of the state.
-      hosts: Operations of one sub-batch that can carry a partner.
-      guests: Operations of one sub-batch that can ride.
-      riding: Share of the guests' seconds that rides, in the woven program; 0 if there is none.
+      compute_kernels: Operations of one sub-batch that can share a launch with a memory kernel.
+      memory_kernels: Operations of one sub-batch that can run beside a compute kernel.
+      overlapped_fraction: Share of the memory kernels' seconds that runs beside compute kernels in
+        the interleaved program; 0 if there is none.
       programs: What was compiled and timed.
       plan: The decision.
       phases: Where the time went.
@@ -32,9 +33,9 @@ class StepReport:
     device_kind: str
     batch_size: int
     state_bytes: int
-    hosts: int
-    guests: int
-    riding: float
+    compute_kernels: int
+    memory_kernels: int
+    overlapped_fraction: float
     programs: tuple[MeasuredProgram, ...]
     plan: Plan
     phases: tuple[Phase, ...]
@@ -45,17 +46,17 @@ class StepReport:
         """The report as JSON-compatible data."""
         return asdict(self)
 
-    def _riding(self) -> str:
-        if self.hosts and self.guests:
+    def _overlap(self) -> str:
+        if self.compute_kernels and self.memory_kernels:
             return (
-                f"{self.hosts} operations can carry a partner, {self.guests} can ride; "
-                f"{self.riding:.0%} of what can ride does"
+                f"{self.compute_kernels} compute kernels and {self.memory_kernels} memory kernels; "
+                f"{self.overlapped_fraction:.0%} of the memory kernels' time is overlapped"
             )
-        found = {"carry a partner": self.hosts, "ride": self.guests}
-        lacking = " or ".join(name for name, count in found.items() if not count)
+        found = {"compute": self.compute_kernels, "memory": self.memory_kernels}
+        lacking = " and no ".join(name for name, count in found.items() if not count)
         return (
-            f"nothing rides: no operation can {lacking}; products and decode attention by kernels, "
-            "as after models.with_kernels on a Hopper GPU, can"
+            f"nothing can overlap: no {lacking} kernels; the matrix products and the decode "
+            "attention of models.with_kernels on a Hopper GPU are such"
         )
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class StepReport:
         lines = [
             f"{self.model} on {self.device_kind}, batch {self.batch_size}, state "
             f"{self.state_bytes / 1e6:,.1f} MB",
-            self._riding(),
+            self._overlap(),
         ]
         sections = (
             "\n".join(lines),

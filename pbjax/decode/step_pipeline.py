@@ -1,4 +1,4 @@
-"""`optimize` for a function that carries state: woven sub-batches against the whole batch."""
+"""`optimize` for a function that carries state: interleaved sub-batches against the whole batch."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from pbjax.decode.programs import (
     Timed,
     check_room,
     differences,
+    lower_interleaved,
     lower_unsplit,
-    lower_woven,
 )
 from pbjax.decode.report import StepReport
-from pbjax.decode.search import StepChoice, Ways, choose
+from pbjax.decode.search import SpecSearch, StepChoice, choose
 from pbjax.decode.state import OptimizedStep, StateLayout, find_state
 from pbjax.planning.plan import Decision, Plan, Seconds
 from pbjax.program.analysis import Analysis
@@ -32,7 +32,7 @@ from pbjax.tuning.autotune import NOISE_FACTOR, verify_fusion
 from pbjax.tuning.request import arrays
 
 # What a plan says of each program that may be kept.
-_DECISIONS: dict[str, Decision] = {"plain": "plain", "unsplit": "unsplit", "woven": "split"}
+_DECISIONS: dict[str, Decision] = {"plain": "plain", "unsplit": "unsplit", "interleaved": "split"}
 
 
 def optimize_step(
@@ -71,9 +71,9 @@ def optimize_step(
     if plan is None:
         verify_fusion(analysis, phases)
     with phases.phase("search"):
-        ways = Ways(analysis)
-        choice = choose(analysis, ways, split, plan)
-    steps = _compiled(analysis, whole, leaves, ways, choice, phases)
+        specs = SpecSearch(analysis)
+        choice = choose(analysis, specs, split, plan)
+    steps = _compiled(analysis, whole, leaves, specs, choice, phases)
     reference, *others = steps
     runner = Runner(analysis, leaves)
     difference: float | None = None
@@ -108,19 +108,19 @@ def _compiled(
     analysis: Analysis,
     whole: StateLayout,
     leaves: Sequence[Array],
-    ways: Ways,
+    specs: SpecSearch,
     choice: StepChoice,
     phases: Phases,
 ) -> list[StepProgram]:
-    """The function as given, with kernels, and woven, first with the same kernels in sequence."""
+    """The function as given, with kernels, and as two sub-batches, in sequence and interleaved."""
     makers = []
     if analysis.fused:
         makers.append(("plain", partial(lower_unsplit, plain=True)))
-    makers.append(("unsplit", partial(lower_unsplit, predicted_s=ways.unsplit_s)))
-    if choice.way is not None:
-        orders = {"sequential": choice.way.in_sequence()} if choice.timed else {}
-        for name, order in (orders | {"woven": choice.way}).items():
-            makers.append((name, partial(lower_woven, way=order, name=name)))
+    makers.append(("unsplit", partial(lower_unsplit, predicted_s=specs.unsplit_s)))
+    if choice.spec is not None:
+        orders = {"sequential": choice.spec.in_sequence()} if choice.timed else {}
+        for name, order in (orders | {"interleaved": choice.spec}).items():
+            makers.append((name, partial(lower_interleaved, spec=order, name=name)))
     # XLA compiles one program while Python lowers the next.
     with phases.phase("compile", len(makers)) as report, ThreadPoolExecutor() as pool:
         compiling = []
@@ -139,14 +139,16 @@ def _decide(
         return by_name.get(choice.kept, by_name["unsplit"]), choice.reason
     measured = {each.step.name: each for each in timed}
     unsplit = _better_whole(measured)
-    if "woven" not in measured:
+    if "interleaved" not in measured:
         return unsplit.step, choice.reason
-    woven = measured["woven"]
-    gain = woven.gain(unsplit)
-    base_s, woven_s, noise_s = unsplit.timing.median_s, woven.timing.median_s, _noise_s(gain)
-    figures = f"woven {milliseconds(woven_s)} ms, {unsplit.step.name} {milliseconds(base_s)} ms"
+    interleaved = measured["interleaved"]
+    gain = interleaved.gain(unsplit)
+    base_s, split_s, noise_s = unsplit.timing.median_s, interleaved.timing.median_s, _noise_s(gain)
+    figures = (
+        f"interleaved {milliseconds(split_s)} ms, {unsplit.step.name} {milliseconds(base_s)} ms"
+    )
     if gain.median_s > noise_s:
-        return woven.step, f"{figures}: {base_s / woven_s:.2f}x"
+        return interleaved.step, f"{figures}: {base_s / split_s:.2f}x"
     inside = f"the gain is inside the noise of {milliseconds(noise_s)} ms"
     return unsplit.step, f"{figures}: {'slower' if gain.median_s <= 0 else inside}"
 
@@ -186,12 +188,12 @@ def _plan(
         decision=_DECISIONS[kept.name],
         reason=reason,
         digest="",
-        predicted=Seconds(unsplit=predicted["unsplit"], split=predicted.get("woven")),
+        predicted=Seconds(unsplit=predicted["unsplit"], split=predicted.get("interleaved")),
         measured=Seconds(
             plain=measured.get("plain"),
             unsplit=measured.get("unsplit"),
             sequential=measured.get("sequential"),
-            split=measured.get("woven"),
+            split=measured.get("interleaved"),
         ),
         max_difference=difference,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -213,9 +215,9 @@ def _report(
         device_kind=analysis.device.kind,
         batch_size=analysis.batch.batch_size,
         state_bytes=state_bytes,
-        hosts=roles.count(Role.HOST),
-        guests=roles.count(Role.GUEST),
-        riding=choice.way.riding if choice.way else 0.0,
+        compute_kernels=roles.count(Role.COMPUTE),
+        memory_kernels=roles.count(Role.MEMORY),
+        overlapped_fraction=choice.spec.overlapped_fraction if choice.spec else 0.0,
         programs=tuple(
             MeasuredProgram(
                 name=each.step.name,

@@ -36,9 +36,9 @@ def plan_slices(report: Report) -> tuple[Slice, ...]:
             f"timetable of {report.model}: the plan was not searched here, so there is no table of "
             "seconds; a plan from a search is allowed; leave out --plan"
         )
-    plan, outline = report.plan, report.measured_outline or report.outline
+    plan, summary = report.plan, report.measured_summary or report.summary
     staggers = tuple(plan.staggers) or (0,) * len(plan.sizes)
-    return predicted_slices(outline, report.profile, plan.sizes, staggers, plan.sm_budgets)
+    return predicted_slices(summary, report.profile, plan.sizes, staggers, plan.sm_budgets)
 
 
 def write_trace(report: Report, kernels: Sequence[Kernel], path: Path) -> None:

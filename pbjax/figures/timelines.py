@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pbjax.files import write_atomically
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 from pbjax.planning.throughput import Evaluator
 from pbjax.planning.timetable import Slot, timetable
 from pbjax.runtime.device_trace import Kernel
@@ -39,7 +39,7 @@ class Slice:
 
 
 def predicted_slices(
-    outline: Outline,
+    summary: ProgramSummary,
     profile: Profile,
     sizes: Sequence[int],
     staggers: tuple[int, ...],
@@ -51,7 +51,7 @@ def predicted_slices(
     long as alone: so long as two save by running together they are drawn above each other.
 
     Args:
-      outline: The program.
+      summary: The program.
       profile: Its measured table.
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
@@ -63,10 +63,10 @@ def predicted_slices(
     Raises:
       InputError: A stage or size was not measured, or the staggers do not fit.
     """
-    evaluator = Evaluator(outline, profile, sm_budgets)
-    chain = (outline.prologue, *outline.block, outline.epilogue)
+    evaluator = Evaluator(summary, profile, sm_budgets)
+    chain = (summary.prologue, *summary.block, summary.epilogue)
     found, now = [], 0.0
-    for number, slot in enumerate(timetable(outline, staggers).slots()):
+    for number, slot in enumerate(timetable(summary, staggers).slots()):
         if not slot:
             continue
         seconds = evaluator.slot_seconds(sizes, slot)

@@ -16,7 +16,7 @@ from pbjax.errors import InputError, MemoryBudgetError
 from pbjax.planning.corun_pairs import measured_budgets
 from pbjax.planning.memory import predicted_bytes
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.throughput import Evaluator, Prediction
 from pbjax.planning.timetable import MAX_SUB_BATCHES, Split, check_staggers
 
@@ -99,7 +99,7 @@ class _Found:
 
     rounded: int
     makespan_s: float
-    way: _Way
+    spec: _Way
 
 
 class Candidates:
@@ -117,15 +117,17 @@ class Candidates:
       found: Sizes that were predicted, with the best way known to run them.
     """
 
-    def __init__(self, outline: Outline, profile: Profile, batch_size: int, options: SearchOptions):
+    def __init__(
+        self, summary: ProgramSummary, profile: Profile, batch_size: int, options: SearchOptions
+    ):
         """Lays out the space.
 
         Raises:
           InputError: The batch was not measured, or the fixed staggers do not fit the program.
         """
         fixed = options.sm_budgets
-        budgets = measured_budgets(outline, profile) if fixed is None else (fixed,)
-        self._evaluators = [Evaluator(outline, profile, each) for each in budgets]
+        budgets = measured_budgets(summary, profile) if fixed is None else (fixed,)
+        self._evaluators = [Evaluator(summary, profile, each) for each in budgets]
         self._useful = sum(not each.saves_nothing for each in self._evaluators)
         self.visit_cost = max(1, self._useful)
         evaluator = self.evaluator = self._evaluators[0]
@@ -136,11 +138,11 @@ class Candidates:
         self.smallest = evaluator.smallest_size
         most = options.max_sub_batches
         if options.staggers is not None:
-            check_staggers(len(evaluator.outline.block), options.staggers)
+            check_staggers(len(evaluator.summary.block), options.staggers)
             most = min(most, len(options.staggers))
         self.counts = [n for n in range(1, most + 1) if n == 1 or n * self.smallest <= batch_size]
         self.choices = {n: self._choices(n) for n in self.counts}
-        self._tie_s = evaluator.chain_seconds(batch_size) * TIE or TIE
+        self._tie_s = evaluator.path_seconds(batch_size) * TIE or TIE
         self._values: dict[Sizes, float] = {}
         self._least: dict[int, int] = {}
 
@@ -164,10 +166,10 @@ class Candidates:
 
     def num_candidates(self) -> int:
         """How many splits there are, each counted with each choice of staggers."""
-        ways = {
+        specs = {
             n: len(c) * (len(self._evaluators) if n > 1 else 1) for n, c in self.choices.items()
         }
-        return sum(self.num_sizes(count) * ways[count] for count in self.counts)
+        return sum(self.num_sizes(count) * specs[count] for count in self.counts)
 
     def predict_all(self, sizes: Sizes) -> None:
         """Predicts these sizes with every choice of staggers and budgets."""
@@ -189,19 +191,19 @@ class Candidates:
 
     def candidate(self, sizes: Sizes) -> Candidate:
         """The candidate of these sizes; of equal ways that under which classes meet least."""
-        makespans = {self.found[sizes].way: self.found[sizes].rounded}
-        for bound, way in self._promising(sizes):
+        makespans = {self.found[sizes].spec: self.found[sizes].rounded}
+        for bound, spec in self._promising(sizes):
             if bound > self.found[sizes].rounded:
                 break
-            makespans[way] = self._rounded(self._predict(sizes, way))
+            makespans[spec] = self._rounded(self._predict(sizes, spec))
         least = min(makespans.values())
-        equal = [way for way, makespan in makespans.items() if makespan == least]
+        equal = [spec for spec, makespan in makespans.items() if makespan == least]
         ideal = self.evaluator.ideal_seconds
 
-        def rank(way: _Way) -> tuple[int, int, int, Staggers]:
+        def rank(spec: _Way) -> tuple[int, int, int, Staggers]:
             # Of staggers that nothing tells apart, those with the most different stages: whatever
             # overlap was not measured can only come from there. Of budgets, none.
-            number, each = way
+            number, each = spec
             return number, self._rounded(ideal(sizes, each)), -len(set(each)), each
 
         number, staggers = min(equal, key=rank)
@@ -217,7 +219,7 @@ class Candidates:
 
     def refusal(self) -> MemoryBudgetError:
         """Says that nothing is within the memory limit."""
-        needed = predicted_bytes(self.evaluator.outline, (self.batch_size,), (0,))
+        needed = predicted_bytes(self.evaluator.summary, (self.batch_size,), (0,))
         return MemoryBudgetError(
             f"search(batch_size={self.batch_size}): {needed} bytes are needed unsplit, and too "
             f"many however it is split; {self.options.memory_limit_bytes} bytes are allowed; lower "
@@ -229,7 +231,7 @@ class Candidates:
         if fixed is not None:
             every = sorted(set(permutations(fixed[:count])))
         else:
-            stages = range(len(self.evaluator.outline.block))
+            stages = range(len(self.evaluator.summary.block))
             every = [each for each in product(stages, repeat=count) if min(each) == 0]
         # Staggered sub-batches take the same memory whatever their sizes are.
         parts = (self.batch_size - count + 1, *[1] * (count - 1))
@@ -255,7 +257,7 @@ class Candidates:
 
     def _fits(self, sizes: Sizes, staggers: Staggers) -> bool:
         limit = self.options.memory_limit_bytes
-        return limit is None or predicted_bytes(self.evaluator.outline, sizes, staggers) <= limit
+        return limit is None or predicted_bytes(self.evaluator.summary, sizes, staggers) <= limit
 
     def _numbers(self, sizes: Sizes) -> list[int]:
         """The budgets under which these sizes were measured, by their numbers."""
@@ -269,8 +271,8 @@ class Candidates:
         numbers, choices = self._numbers(sizes), self.choices[len(sizes)]
         # A bound on one choice is worth less than its prediction.
         if len(choices) * len(numbers) == 1:
-            ways = [(numbers[0], staggers) for staggers in self._allowed(sizes)]
-            return min((self._predict(sizes, way) for way in ways), default=math.inf)
+            specs = [(numbers[0], staggers) for staggers in self._allowed(sizes)]
+            return min((self._predict(sizes, spec) for spec in specs), default=math.inf)
         if self._useful:
             evaluators = [self._evaluators[i] for i in numbers]
             self.bounds += sum(not each.saves_nothing for each in evaluators)
@@ -281,17 +283,17 @@ class Candidates:
 
     def _predict_promising(self, sizes: Sizes, least: float | int) -> float:
         value = math.inf
-        for bound, way in self._promising(sizes):
+        for bound, spec in self._promising(sizes):
             known = self.found.get(sizes)
             if bound > least or (known and bound >= known.rounded):
                 return min(value, bound * self._tie_s)
-            value = min(value, self._predict(sizes, way))
+            value = min(value, self._predict(sizes, spec))
         return value
 
     def _promising(self, sizes: Sizes) -> Iterator[tuple[int, _Way]]:
         """All allowed ways with a bound on their rounded makespan, the least first."""
         allowed = self._allowed(sizes)
-        alone = sum([self.evaluator.chain_seconds(size) for size in sizes])
+        alone = sum([self.evaluator.path_seconds(size) for size in sizes])
         if len(sizes) == 1 or not self._useful:
             rounded = self._rounded(alone)
             yield from ((rounded, (0, staggers)) for staggers in allowed)
@@ -305,18 +307,18 @@ class Candidates:
             yield self._rounded(alone + less), (number, allowed[i])
 
     def _bound(self, sizes: Sizes, evaluator: Evaluator) -> float:
-        chain, totals = evaluator.chain_seconds, evaluator.pair_totals
+        chain, totals = evaluator.path_seconds, evaluator.pair_totals
         pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
         return sum([chain(size) for size in sizes]) - sum([max(totals(a, b)) for a, b in pairs])
 
-    def _predict(self, sizes: Sizes, way: _Way) -> float:
+    def _predict(self, sizes: Sizes, spec: _Way) -> float:
         self.evaluations += 1
-        number, staggers = way
+        number, staggers = spec
         makespan = self._evaluators[number].makespan(sizes, staggers)
         rounded = self._rounded(makespan)
         known = self.found.get(sizes)
         if known is None or rounded < known.rounded:
-            self.found[sizes] = _Found(rounded=rounded, makespan_s=makespan, way=way)
+            self.found[sizes] = _Found(rounded=rounded, makespan_s=makespan, spec=spec)
             self._least[len(sizes)] = min(self._least.get(len(sizes), rounded), rounded)
         return makespan
 
@@ -325,7 +327,7 @@ class Candidates:
 
     def _tie_order(self, sizes: Sizes) -> tuple[float, float, int, Sizes]:
         found = self.found[sizes]
-        number, staggers = found.way
+        number, staggers = found.spec
         prediction = self._evaluators[number].evaluate(Split(sizes=sizes), staggers)
         balance, bubbles = round(prediction.balance, 9), round(prediction.bubble_fraction, 9)
         return -balance, bubbles, len(sizes), tuple(-size for size in sizes)
@@ -333,7 +335,7 @@ class Candidates:
 
 def _most_saved(evaluator: Evaluator, sizes: Sizes, choices: list[Staggers]) -> list[float]:
     """Seconds that two or three sub-batches save at most, for each choice of staggers."""
-    last, totals = len(evaluator.outline.block) - 1, evaluator.pair_totals
+    last, totals = len(evaluator.summary.block) - 1, evaluator.pair_totals
     ab = totals(sizes[0], sizes[1])
     if len(sizes) == 2:
         return [ab[a - b + last] for a, b in choices]

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from pbjax.planning.profile_rows import CorunRow
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,36 +21,38 @@ class Pair:
       place: first * width + second, where width is one more than there are positions.
       slowdowns: Of both, for each measured pair of batch sizes; at least 1; none where they were
         not measured together, but budgets make them slower.
-      meetings: By how many stages the first must run ahead for them to meet, and how often then.
+      offsets: By how many stages the first must run ahead for them to meet, and how often then.
     """
 
     first: int
     second: int
     place: int
     slowdowns: tuple[tuple[float, float], ...]
-    meetings: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, int], ...]
 
 
 # Whether within budgets, and the pairs of batch sizes with rows.
 type _Measured = tuple[bool, tuple[tuple[int, int], ...]]
 
 
-def measured_budgets(outline: Outline, profile: Profile) -> tuple[Mapping[str, int], ...]:
+def measured_budgets(summary: ProgramSummary, profile: Profile) -> tuple[Mapping[str, int], ...]:
     """The SM budgets under which stages of the block were measured together, none first."""
     found: set[tuple[tuple[str, int], ...]] = {()}
-    for first, second in combinations(outline.block, 2):
+    for first, second in combinations(summary.block, 2):
         for row in profile.corun_rows(first, second) if first.resource != second.resource else ():
             sides = zip((first, second), row.sm_budgets, strict=True)
             found.add(tuple(sorted((s.resource.value, budget) for s, budget in sides if budget)))
     return tuple(dict(budgets) for budgets in sorted(found))
 
 
-def stage_budgets(outline: Outline, profile: Profile, sm_budgets: Mapping[str, int]) -> list[int]:
+def stage_budgets(
+    summary: ProgramSummary, profile: Profile, sm_budgets: Mapping[str, int]
+) -> list[int]:
     """The budget of each stage from prologue to epilogue; 0 where its rows have none.
 
     A stage without kernels that take a budget has no such rows, and runs as it is.
     """
-    stages = (outline.prologue, *outline.block, outline.epilogue)
+    stages = (summary.prologue, *summary.block, summary.epilogue)
     budgets = [sm_budgets.get(stage.resource, 0) if stage else 0 for stage in stages]
     return [
         budget if stage and budget in profile.budgets(stage) else 0
@@ -59,16 +61,16 @@ def stage_budgets(outline: Outline, profile: Profile, sm_budgets: Mapping[str, i
 
 
 def find_pairs(
-    outline: Outline, profile: Profile, budgets: Sequence[int]
+    summary: ProgramSummary, profile: Profile, budgets: Sequence[int]
 ) -> dict[_Measured, list[Pair]]:
     """The pairs of positions that cost otherwise together, by budget or not and batch sizes.
 
     Args:
-      outline: The program.
+      summary: The program.
       profile: Its measured table.
       budgets: Of each stage, as `stage_budgets` gives them.
     """
-    chain = (outline.prologue, *outline.block, outline.epilogue)
+    chain = (summary.prologue, *summary.block, summary.epilogue)
     pairs: dict[_Measured, list[Pair]] = {}
     for first, stage_a in enumerate(chain):
         for second, stage_b in enumerate(chain):
@@ -84,15 +86,15 @@ def find_pairs(
                     second=second,
                     place=first * (len(chain) + 1) + second,
                     slowdowns=tuple(slowed(row) for row in rows),
-                    meetings=_meetings(outline, first, second),
+                    offsets=_offsets(summary, first, second),
                 )
                 key = any(both), tuple(row.batch_sizes for row in rows)
                 pairs.setdefault(key, []).append(pair)
     return pairs
 
 
-def _meetings(outline: Outline, first: int, second: int) -> tuple[tuple[int, int], ...]:
-    num_stages, num_blocks = len(outline.block), outline.num_blocks
+def _offsets(summary: ProgramSummary, first: int, second: int) -> tuple[tuple[int, int], ...]:
+    num_stages, num_blocks = len(summary.block), summary.num_blocks
     inner = range(1, num_stages + 1)
     ahead = first - second
     if first not in inner or second not in inner:

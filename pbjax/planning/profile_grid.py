@@ -10,12 +10,12 @@ from itertools import combinations
 
 from pbjax.device import ResourceClass
 from pbjax.planning.profile_rows import measured_size
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 
 GRID_POINTS = 8
 # Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 40, the best of
 # those tried for a matrix product beside a stream of 2 GB.
-GUEST_SHARES = (0.3,)
+MEMORY_SHARES = (0.3,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +76,17 @@ def pair_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def paired_runs(
-    outline: Outline, batch_size: int, num_sms: int, takers: Collection[str]
+    summary: ProgramSummary, batch_size: int, num_sms: int, takers: Collection[str]
 ) -> tuple[tuple[Run, Run], ...]:
     """The pairs to measure: stages of different classes, which may gain by running side by side.
 
     Args:
-      outline: The program.
+      summary: The program.
       batch_size: Rows of the whole batch.
       num_sms: SMs of the device; budgets are shares of them.
       takers: Fingerprints of the stages whose kernels take a budget.
     """
-    unique = {stage.fingerprint: stage for stage in outline.block}.values()
+    unique = {stage.fingerprint: stage for stage in summary.block}.values()
     pairs = [(a, b) for a, b in combinations(unique, 2) if a.resource != b.resource]
     return tuple(
         (
@@ -100,7 +100,7 @@ def paired_runs(
 
 
 def single_runs(
-    outline: Outline, batch_size: int, num_sms: int, takers: Collection[str]
+    summary: ProgramSummary, batch_size: int, num_sms: int, takers: Collection[str]
 ) -> tuple[Run, ...]:
     """The stages to measure alone, in program order.
 
@@ -108,13 +108,13 @@ def single_runs(
     a third to two thirds of the batch: sub-batches beside each other are nearly alike. The
     arguments are those of `paired_runs`.
     """
-    pairs = paired_runs(outline, batch_size, num_sms, takers)
+    pairs = paired_runs(summary, batch_size, num_sms, takers)
     budgets = {(run.stage.fingerprint, run.sm_budget) for pair in pairs for run in pair}
     sizes = grid(batch_size)
     middle = {b for b in sizes if batch_size <= 3 * b <= 2 * batch_size} | {*pair_sizes(batch_size)}
     runs = [
         Run(stage=stage, batch_size=size, sm_budget=budget)
-        for stage in outline.stages
+        for stage in summary.stages
         for budget in sorted({0} | {b for name, b in budgets if name == stage.fingerprint})
         for size in (sorted(middle) if budget else sizes)
     ]
@@ -126,16 +126,18 @@ def _budgets(
 ) -> list[tuple[int, int]]:
     """Without budgets, then by each share of the guest; 0 for a stage that takes none."""
     budgets = [(0, 0)]
-    for share in GUEST_SHARES:
-        guest = round(share * num_sms)
-        shared = (guest, num_sms - guest) if _is_guest(a, b) else (num_sms - guest, guest)
+    for share in MEMORY_SHARES:
+        memory = round(share * num_sms)
+        shared = (
+            (memory, num_sms - memory) if _is_memory_kernel(a, b) else (num_sms - memory, memory)
+        )
         taken_a, taken_b = (shared[i] * (s.fingerprint in takers) for i, s in enumerate((a, b)))
         if taken_a or taken_b:
             budgets.append((taken_a, taken_b))
     return budgets
 
 
-def _is_guest(a: StageInfo, b: StageInfo) -> bool:
+def _is_memory_kernel(a: StageInfo, b: StageInfo) -> bool:
     """Whether of two stages the first is bound by bandwidth, or the less by arithmetic."""
     order = (ResourceClass.MEMORY, ResourceClass.CUDA, ResourceClass.TENSOR)
     return order.index(a.resource) < order.index(b.resource)

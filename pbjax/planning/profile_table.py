@@ -21,7 +21,7 @@ from pbjax.planning.profile_rows import (
     measured_size,
     nearest,
 )
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 
 type Clock = Literal["burst", "long run"]
 
@@ -144,9 +144,9 @@ class Profile:
         saving = 1 - max(together, *alone) / sum(alone)
         return saving if any(sm_budgets) else max(0.0, saving)
 
-    def only(self, outline: Outline) -> "Profile":
+    def only(self, summary: ProgramSummary) -> "Profile":
         """The rows of a program's stages and of pairs of them."""
-        wanted = {stage.fingerprint for stage in outline.stages}
+        wanted = {stage.fingerprint for stage in summary.stages}
         return replace(
             self,
             rows=tuple(row for row in self.rows if row.fingerprint in wanted),

@@ -18,7 +18,7 @@ from pbjax.planning.profile_rows import Curve as Curve
 from pbjax.planning.profile_rows import Provenance as Provenance
 from pbjax.planning.profile_rows import Row as Row
 from pbjax.planning.profile_table import Profile as Profile
-from pbjax.planning.program_summary import Outline as Outline
+from pbjax.planning.program_summary import ProgramSummary as ProgramSummary
 from pbjax.planning.program_summary import StageInfo as StageInfo
 
 _PACKAGE = Path(__file__).parents[1]

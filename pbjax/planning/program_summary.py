@@ -39,7 +39,7 @@ class StageInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class ProgramSummary:
     """A program as plain data: prologue, num_blocks times the block's stages, epilogue.
 
     Attributes:

@@ -21,7 +21,7 @@ from pbjax.planning.candidates import Candidate as Candidate
 from pbjax.planning.candidates import Candidates, Sizes
 from pbjax.planning.candidates import SearchOptions as SearchOptions
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.timetable import Split
 
 type Policy = Literal["window", "exhaustive"]
@@ -84,7 +84,7 @@ class SearchResult:
 
 
 def search(
-    outline: Outline,
+    summary: ProgramSummary,
     profile: Profile,
     batch_size: int,
     options: SearchOptions | None = None,
@@ -93,7 +93,7 @@ def search(
     """Searches the split of a batch, its staggers and SM budgets, with the shortest makespan.
 
     Args:
-      outline: The program.
+      summary: The program.
       profile: Its measured table; sub-batches smaller than its smallest sizes are no candidates.
       batch_size: Rows of the whole batch.
       options: What may be searched; None for the defaults.
@@ -109,7 +109,7 @@ def search(
       MemoryBudgetError: No candidate is within the memory limit.
     """
     start = time.perf_counter()
-    check_type("search(outline)", outline, (Outline,), "an Outline")
+    check_type("search(outline)", summary, (ProgramSummary,), "an Outline")
     check_type("search(profile)", profile, (Profile,), "a Profile, as of Profile.load(path),")
     batch_size = whole("search(batch_size)", batch_size)
     if options is not None:
@@ -120,7 +120,7 @@ def search(
             "leave it out for 'window'"
         )
     options = options or SearchOptions()
-    candidates = Candidates(outline, profile, batch_size, options)
+    candidates = Candidates(summary, profile, batch_size, options)
     trajectory: list[Visit] = []
     if policy == "window":
         trajectory = _Window(candidates).slide_all()
@@ -141,17 +141,17 @@ def search(
         seconds=time.perf_counter() - start,
         trajectory=tuple(trajectory),
         policy=policy,
-        digest=_digest(outline, profile, decision),
+        digest=_digest(summary, profile, decision),
     )
 
 
 def best_staggers(
-    outline: Outline, profile: Profile, split: Split, options: SearchOptions | None = None
+    summary: ProgramSummary, profile: Profile, split: Split, options: SearchOptions | None = None
 ) -> Candidate:
     """The best staggers and budgets of a split whose sizes are given; they keep their order.
 
     Args:
-      outline: The program.
+      summary: The program.
       profile: Its measured table.
       split: The sizes.
       options: As in `search`; without fixed staggers.
@@ -170,9 +170,9 @@ def best_staggers(
             f"{options.max_sub_batches} sub-batches; neither is allowed here; predict fixed "
             "staggers with pbjax.planning.throughput.evaluate"
         )
-    candidates = Candidates(outline, profile, split.batch_size, options)
+    candidates = Candidates(summary, profile, split.batch_size, options)
     for size in split.sizes:
-        candidates.evaluator.chain_seconds(size)
+        candidates.evaluator.path_seconds(size)
     candidates.visit(split.sizes)
     if split.sizes not in candidates.found:
         raise candidates.refusal()
@@ -188,8 +188,8 @@ class _Window:
         self.trajectory: list[Visit] = []
         space = candidates.num_candidates()
         # Comparing equal staggers of what was found, at the end, comes on top.
-        ways = max(len(choices) for choices in candidates.choices.values())
-        ends = 4 * ways * candidates.visit_cost
+        specs = max(len(choices) for choices in candidates.choices.values())
+        ends = 4 * specs * candidates.visit_cost
         budget = space * 2 if space <= SMALL_SPACE else space // 10 - ends
         self.budget = min(self.options.max_evaluations, budget)
 
@@ -256,7 +256,7 @@ class _Window:
         batch = self.candidates.batch_size
         chosen = combinations_with_replacement(self._kinks(), count - 1)
         every = {tuple(sorted((*c, batch - sum(c)), reverse=True)) for c in chosen}
-        seconds = self.candidates.evaluator.chain_seconds
+        seconds = self.candidates.evaluator.path_seconds
         equal = tuple((batch + i) // count for i in reversed(range(count)))
         allowed = [each for each in every if each[-1] >= self.candidates.smallest]
         allowed.sort(key=lambda each: (each != equal, sum([seconds(b) for b in each]), each))
@@ -267,7 +267,7 @@ class _Window:
     def _kinks(self) -> list[int]:
         """The sizes where the table bends or jumps most, and the equal parts."""
         batch, smallest = self.candidates.batch_size, self.candidates.smallest
-        seconds = self.candidates.evaluator.chain_seconds
+        seconds = self.candidates.evaluator.path_seconds
         inner = [k for k in self.candidates.evaluator.kinks if smallest < k < batch]
         points = [smallest, *inner, batch]
 
@@ -306,6 +306,6 @@ def _outcome(candidates: Candidates) -> _Outcome:
     return _Outcome(best=len(best), runner_up=runner_up, by_count=polished)
 
 
-def _digest(outline: Outline, profile: Profile, decision: tuple[object, ...]) -> str:
-    text = "\n".join(map(repr, (outline, *profile.rows, *profile.corun, *decision)))
+def _digest(summary: ProgramSummary, profile: Profile, decision: tuple[object, ...]) -> str:
+    text = "\n".join(map(repr, (summary, *profile.rows, *profile.corun, *decision)))
     return sha256(text.encode()).hexdigest()

@@ -17,7 +17,7 @@ from pbjax.errors import InputError
 from pbjax.planning.corun_pairs import Pair, find_pairs, slowed, stage_budgets
 from pbjax.planning.profile_rows import measured_size, nearest
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.timetable import MAX_SUB_BATCHES, Slot, Split, timetable
 
 
@@ -48,12 +48,12 @@ class Evaluator:
     """Predicts many splits of one program from one table; remembers what they share."""
 
     def __init__(
-        self, outline: Outline, profile: Profile, sm_budgets: Mapping[str, int] | None = None
+        self, summary: ProgramSummary, profile: Profile, sm_budgets: Mapping[str, int] | None = None
     ):
         """Looks every stage up.
 
         Args:
-          outline: The program.
+          summary: The program.
           profile: Its measured table.
           sm_budgets: By class, how many SMs the kernels of a stage may fill in a slot with stages
             of several classes. None and an empty one set none.
@@ -61,18 +61,18 @@ class Evaluator:
         Raises:
           InputError: A stage of the program was never measured.
         """
-        self.outline = outline
+        self.summary = summary
         self.sm_budgets = dict(sm_budgets or {})
-        chain = (outline.prologue, *outline.block, outline.epilogue)
+        chain = (summary.prologue, *summary.block, summary.epilogue)
         self._curves = [None if stage is None else profile.curve(stage) for stage in chain]
         self._classes = [None if stage is None else stage.resource for stage in chain]
-        budgets = stage_budgets(outline, profile, self.sm_budgets)
+        budgets = stage_budgets(summary, profile, self.sm_budgets)
         self._within = [
             curve if not budget or stage is None else profile.curve(stage, budget)
             for stage, curve, budget in zip(chain, self._curves, budgets, strict=True)
         ]
-        self._pairs = find_pairs(outline, profile, budgets)
-        self._repeats = [1, *([outline.num_blocks] * len(outline.block)), 1]
+        self._pairs = find_pairs(summary, profile, budgets)
+        self._repeats = [1, *([summary.num_blocks] * len(summary.block)), 1]
         # One more position than the chain has stands for a sub-batch that is not in the slot.
         self._width = len(chain) + 1
         self._times: dict[int, tuple[float, ...]] = {}
@@ -129,7 +129,7 @@ class Evaluator:
                 f"{len(split.sizes)} sub-batches; one for each is allowed; give as many"
             )
         makespan = self.makespan(split.sizes, staggers)
-        alone = tuple(self.chain_seconds(size) for size in split.sizes)
+        alone = tuple(self.path_seconds(size) for size in split.sizes)
         busy = self._class_seconds(split.sizes)
         idle = 1 - max(busy.values()) / makespan if makespan > 0 else 0.0
         return Prediction(
@@ -142,7 +142,7 @@ class Evaluator:
             ideal_s=self.ideal_seconds(split.sizes, staggers),
         )
 
-    def chain_seconds(self, batch_size: int) -> float:
+    def path_seconds(self, batch_size: int) -> float:
         """Seconds of the whole program for one sub-batch alone."""
         found = self._chains.get(batch_size)
         if found is None:
@@ -152,7 +152,7 @@ class Evaluator:
 
     def makespan(self, sizes: Sequence[int], staggers: tuple[int, ...]) -> float:
         """Seconds from the first start to the last end."""
-        alone = sum([self.chain_seconds(size) for size in sizes])
+        alone = sum([self.path_seconds(size) for size in sizes])
         pattern = self._pattern(staggers)
         if len(sizes) == 1 or not self._pairs:
             return alone
@@ -234,7 +234,7 @@ class Evaluator:
         """How often the program has a slot with the sub-batches at these positions."""
         found = self._patterns.get(staggers)
         if found is None:
-            table = timetable(self.outline, staggers)
+            table = timetable(self.summary, staggers)
             counts: Counter[tuple[int, ...]] = Counter()
             parts = ((table.fill, 1), (table.steady, table.num_blocks - 1), (table.drain, 1))
             for slots, repeats in parts:
@@ -306,19 +306,19 @@ class Evaluator:
         return total
 
     def _sum_pairs(self, saved: Sequence[float]) -> list[float]:
-        last = len(self.outline.block) - 1
+        last = len(self.summary.block) - 1
         totals = [0.0] * (2 * last + 1)
         for pairs in self._pairs.values():
             for pair in pairs:
                 saving = saved[pair.place]
                 if saving:
-                    for difference, count in pair.meetings:
+                    for difference, count in pair.offsets:
                         totals[difference + last] += count * saving
         return totals
 
 
 def evaluate(
-    outline: Outline,
+    summary: ProgramSummary,
     profile: Profile,
     split: Split,
     staggers: tuple[int, ...],
@@ -326,10 +326,10 @@ def evaluate(
     sm_budgets: Mapping[str, int] | None = None,
 ) -> Prediction:
     """Predicts one split of a program; for many, keep an `Evaluator`."""
-    return Evaluator(outline, profile, sm_budgets).evaluate(split, staggers)
+    return Evaluator(summary, profile, sm_budgets).evaluate(split, staggers)
 
 
-def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
+def lower_bound(summary: ProgramSummary, profile: Profile, batch_size: int) -> float:
     """Seconds that no split of the batch, with any staggers, is predicted to beat.
 
     Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over the
@@ -341,18 +341,18 @@ def lower_bound(outline: Outline, profile: Profile, batch_size: int) -> float:
       makespan >= m B max(1 / 3, 1 - 2 w).
 
     Args:
-      outline: The program.
+      summary: The program.
       profile: Its measured table.
       batch_size: Rows of the whole batch.
 
     Returns:
       The bound in seconds.
     """
-    evaluator = Evaluator(outline, profile)
+    evaluator = Evaluator(summary, profile)
     smallest = evaluator.smallest_size
     # On a line between measured sizes c(b) / b is monotone, so its least value is at an end.
     ends = sorted({smallest, measured_size(smallest), batch_size, *evaluator.kinks})
-    rates = [evaluator.chain_seconds(b) / b for b in ends if smallest <= b <= batch_size]
+    rates = [evaluator.path_seconds(b) / b for b in ends if smallest <= b <= batch_size]
     largest = _largest_saving(profile)
     kept = max(1 / MAX_SUB_BATCHES, 1 - (MAX_SUB_BATCHES - 1) * largest)
     return min(rates) * batch_size * kept

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pbjax.arguments import whole_numbers
 from pbjax.errors import InputError
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 
 PROLOGUE = -1
 MAX_SUB_BATCHES = 3
@@ -96,11 +96,11 @@ class Timetable:
         yield from self.drain
 
 
-def timetable(outline: Outline, staggers: tuple[int, ...]) -> Timetable:
+def timetable(summary: ProgramSummary, staggers: tuple[int, ...]) -> Timetable:
     """Lays out the slots of a program for sub-batches with the given staggers.
 
     Args:
-      outline: The program.
+      summary: The program.
       staggers: For each sub-batch, how many stages of the block it runs ahead.
 
     Returns:
@@ -109,17 +109,17 @@ def timetable(outline: Outline, staggers: tuple[int, ...]) -> Timetable:
     Raises:
       InputError: There are no or too many staggers, or one of them is a block or more.
     """
-    num_stages = len(outline.block)
+    num_stages = len(summary.block)
     check_staggers(num_stages, staggers)
     return Timetable(
         num_stages=num_stages,
-        num_blocks=outline.num_blocks,
+        num_blocks=summary.num_blocks,
         staggers=staggers,
-        has_prologue=outline.prologue is not None,
-        has_epilogue=outline.epilogue is not None,
-        fill=_fill(outline, staggers),
+        has_prologue=summary.prologue is not None,
+        has_epilogue=summary.epilogue is not None,
+        fill=_fill(summary, staggers),
         steady=_steady(num_stages, staggers),
-        drain=_drain(outline, staggers),
+        drain=_drain(summary, staggers),
     )
 
 
@@ -134,8 +134,8 @@ def check_staggers(num_stages: int, staggers: tuple[int, ...]) -> None:
     )
 
 
-def _fill(outline: Outline, staggers: tuple[int, ...]) -> tuple[Slot, ...]:
-    first = PROLOGUE if outline.prologue is not None else 0
+def _fill(summary: ProgramSummary, staggers: tuple[int, ...]) -> tuple[Slot, ...]:
+    first = PROLOGUE if summary.prologue is not None else 0
     length = max(staggers) - first
     return tuple(
         tuple(
@@ -157,11 +157,11 @@ def _steady(num_stages: int, staggers: tuple[int, ...]) -> tuple[Slot, ...]:
     )
 
 
-def _drain(outline: Outline, staggers: tuple[int, ...]) -> tuple[Slot, ...]:
-    end = len(outline.block) + (outline.epilogue is not None)
+def _drain(summary: ProgramSummary, staggers: tuple[int, ...]) -> tuple[Slot, ...]:
+    end = len(summary.block) + (summary.epilogue is not None)
     return tuple(
         tuple(
-            Task(sub_batch=j, stage=stagger + slot, block=outline.num_blocks - 1)
+            Task(sub_batch=j, stage=stagger + slot, block=summary.num_blocks - 1)
             for j, stagger in enumerate(staggers)
             if stagger + slot < end
         )

@@ -22,10 +22,10 @@ from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
 from pbjax.graph.classify import Label, classify
 from pbjax.graph.functional import Functional, Model, check_state, functional
 from pbjax.graph.trace import Graph
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.program.stages import Program, build, cut, fingerprint
-from pbjax.program.summarize import outline
-from pbjax.program.traced_model import PROBE_SIZE, Form, former, translated
+from pbjax.program.summarize import summary
+from pbjax.program.traced_model import PROBE_SIZE, TracedModel, former, translated
 
 type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct
 
@@ -56,7 +56,7 @@ class Analysis:
       source: The model's own graph, which rounds as it does.
       labels: Cost and class of each operation.
       scanned: Whether the block is the body of a scan that the model holds already.
-      outline: The program as plain data.
+      summary: The program as plain data.
       fingerprint: Hash of the traced graph, whatever the batch size.
       out_axes: Batch axis of each output; None for one that does not depend on the rows.
       program_at: The program at any batch size of PROBE_SIZE or more; traced once each.
@@ -73,11 +73,11 @@ class Analysis:
     source: Graph
     labels: tuple[Label, ...]
     scanned: bool
-    outline: Outline
+    summary: ProgramSummary
     fingerprint: str
     out_axes: tuple[int | None, ...]
     program_at: Callable[[int], Program]
-    form_at: Callable[[int], Form]
+    traced_at: Callable[[int], TracedModel]
     prepare: Callable[[Sequence[Array]], tuple[Array, ...]]
     own_weights: Callable[[], tuple[Array, ...]]
     fusion: FusionReport
@@ -130,52 +130,52 @@ def analyse(
         check_state(seam, *inputs)
     inputs_at = partial(_inputs_at, batch, jax.tree.leaves(inputs))
     size = max(batch.batch_size, PROBE_SIZE + 1)
-    form_at = former(seam, inputs_at, selection_of(fuse), device, size)
-    form = form_at(size)
-    graph, probe = form.graph, form_at(PROBE_SIZE).graph
+    traced_at = former(seam, inputs_at, selection_of(fuse), device, size)
+    traced = traced_at(size)
+    graph, probe = traced.graph, traced_at(PROBE_SIZE).graph
     if not graph.operations:
         raise ModelError(
             f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
             "can be optimized; call it as it is"
         )
-    rows = _rows(seam, form, form_at(PROBE_SIZE), size, batch)
+    rows = _rows(seam, traced, traced_at(PROBE_SIZE), size, batch)
     labels = classify(graph, device)
     cutting = cut(graph, labels, device, probe)
 
     @cache
     def program_at(batch_size: int) -> Program:
-        return build(form_at(batch_size).graph, cutting)
+        return build(traced_at(batch_size).graph, cutting)
 
     return Analysis(
         model=seam,
         batch=batch,
         graph=graph,
-        source=form.source,
+        source=traced.source,
         labels=labels,
         scanned=cutting.repetition.scanned,
-        outline=outline(program_at(size), program_at(PROBE_SIZE), size),
+        summary=summary(program_at(size), program_at(PROBE_SIZE), size),
         fingerprint=fingerprint(program_at(PROBE_SIZE)),
         out_axes=tuple(_axis(rows[a]) if isinstance(a, int) else None for a in graph.outputs),
         program_at=program_at,
-        form_at=form_at,
-        prepare=form.prepare,
-        own_weights=cache(partial(form.prepare, jax.tree.leaves(seam.params))),
-        fusion=form.report(),
+        traced_at=traced_at,
+        prepare=traced.prepare,
+        own_weights=cache(partial(traced.prepare, jax.tree.leaves(seam.params))),
+        fusion=traced.report(),
         device=device,
     )
 
 
 def _rows(
-    seam: Functional, form: Form, probe: Form, size: int, batch: BatchAxes
+    seam: Functional, traced: TracedModel, probe: TracedModel, size: int, batch: BatchAxes
 ) -> tuple[Rows | None, ...]:
     """Where the rows of the batch lie in every value of the graph with kernels."""
     try:
-        return find_rows(form.graph, probe.graph, size, PROBE_SIZE, batch.axes)
+        return find_rows(traced.graph, probe.graph, size, PROBE_SIZE, batch.axes)
     except ModelError as error:
-        if form.graph is form.source:
+        if traced.graph is traced.source:
             raise
         # A model that mixes its rows is refused here, for what it does itself.
-        find_rows(form.source, probe.source, size, PROBE_SIZE, batch.axes)
+        find_rows(traced.source, probe.source, size, PROBE_SIZE, batch.axes)
         raise FusionError(
             f"{seam.name}: its rows cannot be told apart with kernels: {error}; as it is they can; "
             "pass fuse='none', and please report the model"
@@ -201,12 +201,12 @@ def whole_batch(
 
     if plain or not analysis.fused:
         return given
-    form = analysis.form_at(analysis.batch.batch_size)
-    shared = form.shares_weights(analysis.form_at(PROBE_SIZE))
+    traced = analysis.traced_at(analysis.batch.batch_size)
+    shared = traced.shares_weights(analysis.traced_at(PROBE_SIZE))
 
     def fused(weights, leaves):
-        read = [weights[i] for i in form.read] if shared else form.pack(weights[:num_params])
-        return form.run(read, leaves)
+        read = [weights[i] for i in traced.read] if shared else traced.pack(weights[:num_params])
+        return traced.run(read, leaves)
 
     return fused
 

@@ -14,7 +14,7 @@ from typing import cast
 from jax.extend.core import Literal
 
 from pbjax.graph.trace import Atom, Aval, Graph, Operation, loop_body, scan_parts
-from pbjax.program.repetition import Links, Repetition, aligned, match_runs, runs_of
+from pbjax.program.repetition import Repetition, ScanLinks, aligned, match_runs, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def extract_block(graph: Graph, repetition: Repetition) -> Block:
     return _unrolled_block(graph, repetition, links)
 
 
-def _unrolled_block(graph: Graph, repetition: Repetition, links: Links) -> Block:
+def _unrolled_block(graph: Graph, repetition: Repetition, links: ScanLinks) -> Block:
     runs = runs_of(graph, repetition)
     shared = [(atom,) * len(runs) for atom in links.shared]
     leaves = [*shared, *links.carried, *links.per_block]

@@ -121,7 +121,7 @@ def _same_scope(graph: Graph, position: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ScanLinks:
     """How the values that the repetitions read from outside go together: N atoms for each."""
 
     shared: tuple[Atom, ...]
@@ -129,7 +129,7 @@ class Links:
     per_block: tuple[tuple[Atom, ...], ...]
 
 
-def match_runs(graph: Graph, repetition: Repetition) -> Links | None:
+def match_runs(graph: Graph, repetition: Repetition) -> ScanLinks | None:
     """Follows the data through all repetitions; None if they are not fed alike."""
     runs = runs_of(graph, repetition)
     places = [
@@ -155,7 +155,7 @@ def match_runs(graph: Graph, repetition: Repetition) -> Links | None:
             if before is None:
                 return None
             carried[atoms] = before
-    return Links(tuple(shared), carried, tuple(per_block))
+    return ScanLinks(tuple(shared), carried, tuple(per_block))
 
 
 def _place(places: dict[int, tuple[int, int]], atom: Atom) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pbjax.graph.cost import equation_cost
 from pbjax.graph.dataflow import nbytes
 from pbjax.graph.trace import Atom, Aval, Operation
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 from pbjax.program.blocks import Apart
 from pbjax.program.fused_costs import KERNELS, held_bytes
 from pbjax.program.stages import Program, Stage, stage_fingerprint
@@ -20,7 +20,7 @@ from pbjax.program.stages import Program, Stage, stage_fingerprint
 type _Avals = tuple[Sequence[Aval], Sequence[Aval]]
 
 
-def outline(program: Program, probe: Program, batch_size: int) -> Outline:
+def summary(program: Program, probe: Program, batch_size: int) -> ProgramSummary:
     """The program as plain data, for profile and search.
 
     Args:
@@ -48,7 +48,7 @@ def outline(program: Program, probe: Program, batch_size: int) -> Outline:
     rows_inside = _row_bytes(inner)
     held = _held_in_block(program, rows_inside)
     stages = zip(program.stages, probe.stages, held, strict=True)
-    return Outline(
+    return ProgramSummary(
         prologue=end(program.prologue, probe.prologue),
         block=tuple(info(stage, other, inner, each) for stage, other, each in stages),
         epilogue=end(program.epilogue, probe.epilogue),

@@ -32,7 +32,7 @@ HOPPER_KIND = "NVIDIA H200"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class TracedModel:
     """The model as a graph at one batch size.
 
     Attributes:
@@ -65,7 +65,7 @@ class Form:
         atoms |= {a for a in graph.outputs if isinstance(a, int)}
         return tuple(weight for weight in graph.weights if weight in atoms)
 
-    def shares_weights(self, other: "Form") -> bool:
+    def shares_weights(self, other: "TracedModel") -> bool:
         """Whether the same weights serve both graphs, as but for one row they always do."""
         if self.hoisted is None or other.hoisted is None:
             return self.hoisted is other.hoisted
@@ -114,7 +114,7 @@ def former(
     selection: Selection,
     device: Device,
     size: int,
-) -> Callable[[int], Form]:
+) -> Callable[[int], TracedModel]:
     """Makes the model's form at any batch size, once each, and checks that it stays the same model.
 
     Args:
@@ -134,41 +134,45 @@ def former(
             "a CPU for their plain form; leave out fuse="
         )
     wanted = hopper if selection.auto else bool(selection.patterns)
-    first: list[Form] = []
+    first: list[TracedModel] = []
 
     @cache
-    def fused_at(batch_size: int) -> Form:
+    def fused_at(batch_size: int) -> TracedModel:
         traced_for = device.kind if hopper else HOPPER_KIND
         with _target(traced_for) if hopper or wanted else nullcontext():
             with translated(seam, batch_size):
                 graph = trace(seam.apply, seam.params, *inputs_at(batch_size))
-            form = _fused(graph, selection, device.kind, wanted=wanted)
+            traced = _fused(graph, selection, device.kind, wanted=wanted)
         if batch_size >= PROBE_SIZE:
-            first.append(form)
-            _check_alike(seam, first[0], form, batch_size)
-        return form
+            first.append(traced)
+            _check_alike(seam, first[0], traced, batch_size)
+        return traced
 
     @cache
-    def form_at(batch_size: int) -> Form:
-        form = fused_at(batch_size)
-        if form.fusion is None or form.fusion.graph is form.fusion.source:
-            return form
-        hoisted = hoist(form.graph, _varying(fused_at(size).graph, fused_at(PROBE_SIZE).graph))
-        return replace(form, graph=hoisted.graph, hoisted=hoisted)
+    def traced_at(batch_size: int) -> TracedModel:
+        traced = fused_at(batch_size)
+        if traced.fusion is None or traced.fusion.graph is traced.fusion.source:
+            return traced
+        hoisted = hoist(traced.graph, _varying(fused_at(size).graph, fused_at(PROBE_SIZE).graph))
+        return replace(traced, graph=hoisted.graph, hoisted=hoisted)
 
-    return form_at
+    return traced_at
 
 
-def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> Form:
+def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> TracedModel:
     """The model with kernels, its weights not prepared yet."""
     if not selection.patterns:
-        return Form(graph=graph, reason=selection.reason or "it is switched off")
+        return TracedModel(graph=graph, reason=selection.reason or "it is switched off")
     if not wanted:
-        return Form(graph=graph, reason=f"{kind} is no Hopper GPU; fuse='all' takes plain forms")
+        return TracedModel(
+            graph=graph, reason=f"{kind} is no Hopper GPU; fuse='all' takes plain forms"
+        )
     if selection.auto and any(_calls_kernel(o.equation) for o in graph.operations):
-        return Form(graph=graph, reason="the model calls kernels itself; fuse='all' looks for more")
+        return TracedModel(
+            graph=graph, reason="the model calls kernels itself; fuse='all' looks for more"
+        )
     fusion = fuse(graph, selection)
-    return Form(graph=fusion.graph, fusion=fusion)
+    return TracedModel(graph=fusion.graph, fusion=fusion)
 
 
 def _varying(graph: Graph, other: Graph) -> frozenset[int]:
@@ -188,15 +192,17 @@ def _calls_kernel(equation: JaxprEqn) -> bool:
     return any(_calls_kernel(inner) for body in bodies for inner in body.eqns)
 
 
-def _check_alike(seam: Functional, first: Form, form: Form, batch_size: int) -> None:
-    changed = difference(first.source, form.source)
+def _check_alike(
+    seam: Functional, first: TracedModel, traced: TracedModel, batch_size: int
+) -> None:
+    changed = difference(first.source, traced.source)
     if changed:
         raise ModelError(
             f"{seam.name}: at batch size {batch_size} it computes something else than at another: "
             f"{changed}; the operations must be the same at every batch size; take sizes from the "
             "inputs' shapes and do not compute with the batch size"
         )
-    changed = difference(first.graph, form.graph)
+    changed = difference(first.graph, traced.graph)
     if changed:
         raise FusionError(
             f"{seam.name}: at batch size {batch_size} other kernels are found than at another: "

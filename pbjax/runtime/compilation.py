@@ -27,7 +27,7 @@ TRACED_CALLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ProgramSpec:
     """One way to run a batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class CompiledProgram:
     """A way to run the batch, compiled.
 
     Attributes:
-      way: What it runs.
+      spec: What it runs.
       program: Called as program(weights, *leaves).
       pack: From leaves of the params to the program's weights.
       weights: What pack returned for the model's own params.
@@ -79,7 +79,7 @@ class CompiledProgram:
       key: Identifies program and model where programs are kept; else empty.
     """
 
-    way: Way
+    spec: ProgramSpec
     program: Callable
     pack: Callable[[Sequence[Array]], tuple[Array, ...]]
     weights: tuple[Array, ...]
@@ -97,7 +97,7 @@ class LoweredProgram:
 
     Attributes:
       analysis: The model.
-      way: What it runs.
+      spec: What it runs.
       lowered: The program.
       pack: As in `CompiledProgram`.
       own_weights: What pack returns for the model's own params, made when first needed.
@@ -106,7 +106,7 @@ class LoweredProgram:
     """
 
     analysis: Analysis
-    way: Way
+    spec: ProgramSpec
     lowered: Lowered
     pack: Callable[[Sequence[Array]], tuple[Array, ...]]
     own_weights: Callable[[], tuple[Array, ...]]
@@ -129,7 +129,7 @@ class LoweredProgram:
         beside = sum(leaf.nbytes for leaf in params if id(leaf) not in held)
         source = graph_fingerprint(analysis.source)
         return CompiledProgram(
-            way=self.way,
+            spec=self.spec,
             program=program,
             pack=self.pack,
             weights=weights,
@@ -169,7 +169,7 @@ def _pack(
     return layout.pack(prepare(params))
 
 
-def lower_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> LoweredProgram:
+def lower_unsplit(analysis: Analysis, leaves: Sequence[Array], spec: ProgramSpec) -> LoweredProgram:
     """The model, jitted, with what fusion has found: what a split has to beat.
 
     Where it has found nothing, or for a plain way, the model itself: what the user would run
@@ -178,10 +178,10 @@ def lower_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Lowe
     Args:
       analysis: The model.
       leaves: Leaves of the inputs; only shapes and dtypes count.
-      way: The whole batch as one.
+      spec: The whole batch as one.
     """
-    if analysis.fused and not way.plain:
-        return _lower_fused(analysis, leaves, way)
+    if analysis.fused and not spec.plain:
+        return _lower_fused(analysis, leaves, spec)
     params_tree = jax.tree.structure(analysis.model.params)
 
     def unsplit(weights, *leaves):
@@ -190,29 +190,31 @@ def lower_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> Lowe
 
     params = tuple(jax.tree.leaves(analysis.model.params))
     return _lowered(
-        analysis, unsplit, leaves, way, pack=tuple, own_weights=lambda: params, options={}
+        analysis, unsplit, leaves, spec, pack=tuple, own_weights=lambda: params, options={}
     )
 
 
-def compile_unsplit(analysis: Analysis, leaves: Sequence[Array], way: Way) -> CompiledProgram:
+def compile_unsplit(
+    analysis: Analysis, leaves: Sequence[Array], spec: ProgramSpec
+) -> CompiledProgram:
     """What `lower_unsplit` lowers, compiled."""
-    lowered = lower_unsplit(analysis, leaves, way)
+    lowered = lower_unsplit(analysis, leaves, spec)
     return lowered.finish(*lowered.compile())
 
 
-def _lower_fused(analysis: Analysis, leaves: Sequence[Array], way: Way) -> LoweredProgram:
-    form = analysis.form_at(sum(way.sizes))
+def _lower_fused(analysis: Analysis, leaves: Sequence[Array], spec: ProgramSpec) -> LoweredProgram:
+    traced = analysis.traced_at(sum(spec.sizes))
 
     def fused(weights, *leaves):
-        return jax.tree.unflatten(form.graph.out_tree, form.run(weights, leaves))
+        return jax.tree.unflatten(traced.graph.out_tree, traced.run(weights, leaves))
 
     def own_weights() -> tuple[Array, ...]:
-        if form.shares_weights(analysis.form_at(PROBE_SIZE)):
-            return tuple(analysis.weights[i] for i in form.read)
-        return form.pack(jax.tree.leaves(analysis.model.params))
+        if traced.shares_weights(analysis.traced_at(PROBE_SIZE)):
+            return tuple(analysis.weights[i] for i in traced.read)
+        return traced.pack(jax.tree.leaves(analysis.model.params))
 
     return _lowered(
-        analysis, fused, leaves, way, pack=form.pack, own_weights=own_weights, options={}
+        analysis, fused, leaves, spec, pack=traced.pack, own_weights=own_weights, options={}
     )
 
 
@@ -220,7 +222,7 @@ def lower_split(
     analysis: Analysis,
     weights: PackedWeights,
     leaves: Sequence[Array],
-    way: Way,
+    spec: ProgramSpec,
 ) -> LoweredProgram:
     """The batch in sub-batches, in one program.
 
@@ -228,32 +230,32 @@ def lower_split(
       analysis: The model.
       weights: Of all split programs of the model.
       leaves: Leaves of the inputs; only shapes and dtypes count.
-      way: Sizes, staggers, budgets and the rest.
+      spec: Sizes, staggers, budgets and the rest.
     """
-    programs = tuple(analysis.program_at(measured_size(size)) for size in way.sizes)
+    programs = tuple(analysis.program_at(measured_size(size)) for size in spec.sizes)
     run = SplitProgram(
         programs=programs,
-        sizes=way.sizes,
-        timetable=timetable(analysis.outline, way.staggers),
+        sizes=spec.sizes,
+        timetable=timetable(analysis.summary, spec.staggers),
         layout=weights.layout,
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,
-        unroll=way.unroll,
-        sm_budgets=way.sm_budgets,
+        unroll=spec.unroll,
+        sm_budgets=spec.sm_budgets,
     )
     out_tree = analysis.graph.out_tree
 
     def split(weights, *leaves):
         return jax.tree.unflatten(out_tree, run(weights, leaves))
 
-    options = way.compiler_options
+    options = spec.compiler_options
     if options is None:
-        options = overlap_options() if any(way.staggers) else {}
+        options = overlap_options() if any(spec.staggers) else {}
     return _lowered(
         analysis,
         split,
         leaves,
-        way,
+        spec,
         pack=weights.pack,
         own_weights=lambda: weights.own,
         options=options,
@@ -289,9 +291,9 @@ def verify(
         fresh = fresh_inputs(leaves, analysis.batch.axes, seed)
         expected = jax.tree.leaves(reference.program(reference.weights, *fresh))
         for index, checked in enumerate(programs):
-            name = checked.way.name
+            name = checked.spec.name
             done, total = turn * len(programs) + index, len(VERIFIED_SEEDS) * len(programs)
-            progress(done, total, f"{checked.way.label} {checked.way.sizes}")
+            progress(done, total, f"{checked.spec.label} {checked.spec.sizes}")
             outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
             found = largest_difference(analysis.source, outputs, expected, name)
             worst[index] = max(worst[index], found)
@@ -316,17 +318,17 @@ def measure(
     timings = time_alternately(calls, progress)
     return tuple(
         MeasuredProgram(
-            name=compiled.way.name,
-            sizes=compiled.way.sizes,
-            staggers=compiled.way.staggers,
-            predicted_s=compiled.way.predicted_s,
+            name=compiled.spec.name,
+            sizes=compiled.spec.sizes,
+            staggers=compiled.spec.staggers,
+            predicted_s=compiled.spec.predicted_s,
             measured_s=timing.median_s,
             spread_s=timing.spread_s,
             temporary_bytes=compiled.temporary_bytes,
             weight_bytes=compiled.weight_bytes,
             compile_s=compiled.compile_s,
-            sm_budgets=compiled.way.sm_budgets,
-            unroll=compiled.way.unroll,
+            sm_budgets=compiled.spec.sm_budgets,
+            unroll=compiled.spec.unroll,
             needed_bytes=compiled.needed_bytes,
         )
         for compiled, timing in zip(programs, timings, strict=True)
@@ -347,7 +349,7 @@ def _lowered(
     analysis: Analysis,
     function: Callable,
     leaves: Sequence[Array],
-    way: Way,
+    spec: ProgramSpec,
     *,
     pack: Callable[[Sequence[Array]], tuple[Array, ...]],
     own_weights: Callable[[], tuple[Array, ...]],
@@ -360,7 +362,7 @@ def _lowered(
     lowered = jitted.lower(jax.eval_shape(pack, params), *shapes)
     return LoweredProgram(
         analysis=analysis,
-        way=way,
+        spec=spec,
         lowered=lowered,
         pack=pack,
         own_weights=own_weights,
@@ -382,8 +384,8 @@ def compile_all(
         compiling = []
         for make in lower:
             lowered = make()
-            way = lowered.way
-            progress(len(compiling), len(lower), f"{way.label} {way.sizes}")
+            spec = lowered.spec
+            progress(len(compiling), len(lower), f"{spec.label} {spec.sizes}")
             compiling.append((lowered, pool.submit(lowered.compile)))
         return [lowered.finish(*done.result()) for lowered, done in compiling]
 

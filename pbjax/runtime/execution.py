@@ -121,7 +121,7 @@ def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
     return {atom for atom in atoms if isinstance(atom, int)}
 
 
-class Lane:
+class SubBatchState:
     """One sub-batch on its way through a program; holds the values that are still needed."""
 
     def __init__(
@@ -278,17 +278,17 @@ class SplitProgram:
           weights: What `layout.pack` returned.
           inputs: Leaves of the inputs.
         """
-        lanes = [
-            Lane(program, *self._environment(program, weights, part))
+        sub_batches = [
+            SubBatchState(program, *self._environment(program, weights, part))
             for program, part in zip(self.programs, self._split(inputs), strict=True)
         ]
-        self._walk(self.timetable.fill, lanes, 0)
-        self._loop(lanes)
-        self._walk(self.timetable.drain, lanes, 0)
-        for lane, program in zip(lanes, self.programs, strict=True):
+        self._walk(self.timetable.fill, sub_batches, 0)
+        self._loop(sub_batches)
+        self._walk(self.timetable.drain, sub_batches, 0)
+        for sub_batch, program in zip(sub_batches, self.programs, strict=True):
             if program.epilogue is None:
-                lane.leave_block()
-        return self._join([lane.outputs() for lane in lanes])
+                sub_batch.leave_block()
+        return self._join([sub_batch.outputs() for sub_batch in sub_batches])
 
     def _environment(
         self, program: Program, weights: Sequence[Array], inputs: Sequence[Array]
@@ -320,41 +320,47 @@ class SplitProgram:
             joined.append(lax.concatenate(whole, axis) if len(whole) > 1 else whole[0])
         return tuple(joined)
 
-    def _walk(self, slots: Sequence[Slot], lanes: Sequence[Lane], first_block: int | Array) -> None:
+    def _walk(
+        self, slots: Sequence[Slot], sub_batches: Sequence[SubBatchState], first_block: int | Array
+    ) -> None:
         for slot in slots:
-            classes = [lanes[task.sub_batch].resource(task.stage) for task in slot]
+            classes = [sub_batches[task.sub_batch].resource(task.stage) for task in slot]
             budgets = self.sm_budgets if len(set(classes)) > 1 else {}
             for task, resource in zip(slot, classes, strict=True):
                 budget = budgets.get(resource) if resource else None
                 with nullcontext() if budget is None else default_sm_budget(budget):
-                    lanes[task.sub_batch].run(task.stage, first_block + task.block)
+                    sub_batches[task.sub_batch].run(task.stage, first_block + task.block)
 
-    def _loop(self, lanes: Sequence[Lane]) -> None:
+    def _loop(self, sub_batches: Sequence[SubBatchState]) -> None:
         steps = self.timetable.num_blocks - 1
         if steps == 0:
             return
         staggers = self.timetable.staggers
 
         def step(states, index):
-            for lane, stagger, state in zip(lanes, staggers, states, strict=True):
-                lane.restore(stagger, state)
-                lane.collected = [[] for _ in lane.collected]
-            self._walk(self.timetable.steady, lanes, index)
-            results = [[piece[0] for (piece,) in lane.collected] for lane in lanes]
-            return _states(lanes, staggers), results
+            for sub_batch, stagger, state in zip(sub_batches, staggers, states, strict=True):
+                sub_batch.restore(stagger, state)
+                sub_batch.collected = [[] for _ in sub_batch.collected]
+            self._walk(self.timetable.steady, sub_batches, index)
+            results = [[piece[0] for (piece,) in sub_batch.collected] for sub_batch in sub_batches]
+            return _states(sub_batches, staggers), results
 
-        filled = [lane.collected for lane in lanes]
+        filled = [sub_batch.collected for sub_batch in sub_batches]
         states, collected = lax.scan(
-            step, _states(lanes, staggers), jnp.arange(steps), unroll=min(self.unroll, steps)
+            step, _states(sub_batches, staggers), jnp.arange(steps), unroll=min(self.unroll, steps)
         )
-        for lane, stagger, state in zip(lanes, staggers, states, strict=True):
-            lane.restore(stagger, state)
-        for lane, before, stacks in zip(lanes, filled, collected, strict=True):
-            lane.collected = [[*a, b] for a, b in zip(before, stacks, strict=True)]
+        for sub_batch, stagger, state in zip(sub_batches, staggers, states, strict=True):
+            sub_batch.restore(stagger, state)
+        for sub_batch, before, stacks in zip(sub_batches, filled, collected, strict=True):
+            sub_batch.collected = [[*a, b] for a, b in zip(before, stacks, strict=True)]
 
 
-def _states(lanes: Sequence[Lane], staggers: Sequence[int]) -> list[tuple[Array, ...]]:
-    return [lane.state(stagger) for lane, stagger in zip(lanes, staggers, strict=True)]
+def _states(
+    sub_batches: Sequence[SubBatchState], staggers: Sequence[int]
+) -> list[tuple[Array, ...]]:
+    return [
+        sub_batch.state(stagger) for sub_batch, stagger in zip(sub_batches, staggers, strict=True)
+    ]
 
 
 def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:

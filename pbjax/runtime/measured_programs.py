@@ -15,7 +15,7 @@ class MeasuredProgram:
 
     Attributes:
       name: "plain" (as given, where fusion changed it), "unsplit", "sequential", "split", or of a
-        step "woven".
+        step "interleaved".
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
       predicted_s: From the profile; None if it was not predicted.

@@ -27,8 +27,8 @@ from pbjax.planning.profile_rows import measured_size
 from pbjax.planning.profiling import Run, Timing
 from pbjax.planning.timetable import PROLOGUE
 from pbjax.program.stages import Program, Stage
-from pbjax.runtime.execution import Lane, WeightLayout, overlap_options, run_inline
-from pbjax.runtime.timing import on_gpu, time_function, time_in_company
+from pbjax.runtime.execution import SubBatchState, WeightLayout, overlap_options, run_inline
+from pbjax.runtime.timing import on_gpu, time_function, time_under_load
 
 # What is timed in one trace, of which starting, settling and reading are most.
 JOBS_PER_TRACE = 8
@@ -136,7 +136,7 @@ class StageTimer:
             left = (each for each in self._wanted if each != job and each not in self._timed)
             together = [job, *islice(left, JOBS_PER_TRACE - 1)]
             calls = {f"jit_{self._names[each]}": self._call(each) for each in together}
-            self._timed |= zip(together, time_in_company(self._call(_BLOCK), calls), strict=True)
+            self._timed |= zip(together, time_under_load(self._call(_BLOCK), calls), strict=True)
         return self._timed[job]
 
     def _call(self, job: _Job) -> Callable:
@@ -210,15 +210,17 @@ class StageTimer:
 
         layout = WeightLayout.of(program)
         outer, weights = self._environment(program, layout, size)
-        lane = Lane(program, outer, weights, run_and_keep)
+        sub_batch = SubBatchState(program, outer, weights, run_and_keep)
         if program.prologue is not None:
-            lane.run(PROLOGUE, 0)
-        lane.live.update(weights)  # as they are: slices of a stack would be a copy for every size
+            sub_batch.run(PROLOGUE, 0)
+        sub_batch.live.update(
+            weights
+        )  # as they are: slices of a stack would be a copy for every size
         for index in range(len(program.stages)):
-            lane.run(index, 0)
+            sub_batch.run(index, 0)
         if program.epilogue is not None:
-            lane.collected = [pieces * program.block.count for pieces in lane.collected]
-            lane.run(len(program.stages), 0)
+            sub_batch.collected = [pieces * program.block.count for pieces in sub_batch.collected]
+            sub_batch.run(len(program.stages), 0)
         return kept
 
     def _environment(

@@ -29,9 +29,9 @@ MIN_QUEUED_S = 0.15
 # In company: an H200 at its power limit lowers its clock after 60 to 80 ms. The company is
 # long beside what is timed, so that the clock is the program's and not that of a stage alone.
 SETTLE_S = 0.15
-COMPANY_S = 0.004
-IN_COMPANY_S = 0.001
-MAX_CALLS_IN_COMPANY = 10
+LOAD_S = 0.004
+UNDER_LOAD_S = 0.001
+MAX_CALLS_UNDER_LOAD = 10
 ROUNDS = 5
 
 
@@ -72,11 +72,11 @@ def time_alternately(
     return [summary(times) for times in seconds]
 
 
-def time_in_company(company: Callable, jobs: Mapping[str, Callable]) -> list[Timing]:
+def time_under_load(load: Callable, jobs: Mapping[str, Callable]) -> list[Timing]:
     """Seconds that kernels take on a GPU in a long run, at the clock that it settles at.
 
     Args:
-      company: What the device is kept busy with, before the jobs and in turn with them.
+      load: What the device is kept busy with, before the jobs and in turn with them.
       jobs: What is timed, called without arguments as `company` is, by the name of the HLO module.
 
     Returns:
@@ -85,19 +85,19 @@ def time_in_company(company: Callable, jobs: Mapping[str, Callable]) -> list[Tim
     Raises:
       DeviceError: The trace does not hold the same number of kernels for each call of a job.
     """
-    for call in (company, *jobs.values()):
+    for call in (load, *jobs.values()):
         jax.block_until_ready(call())
-    settling, between = (_calls_within(seconds, company) for seconds in (SETTLE_S, COMPANY_S))
-    counts = [min(MAX_CALLS_IN_COMPANY, _calls_within(IN_COMPANY_S, job)) for job in jobs.values()]
+    settling, between = (_calls_within(seconds, load) for seconds in (SETTLE_S, LOAD_S))
+    counts = [min(MAX_CALLS_UNDER_LOAD, _calls_within(UNDER_LOAD_S, job)) for job in jobs.values()]
 
     def rounds():
         for _ in range(ROUNDS):
             for job, count in zip(jobs.values(), counts, strict=True):
-                _repeat(company, between)
+                _repeat(load, between)
                 _repeat(job, count)
-        return company()
+        return load()
 
-    _repeat(company, settling)  # still runs when the trace begins
+    _repeat(load, settling)  # still runs when the trace begins
     kernels = traced_kernels(rounds, (), 1)
     return [
         summary(busy_seconds([(k.start_s, k.end_s) for k in kernels if k.program == name], calls))

@@ -19,7 +19,7 @@ from pbjax.program.analysis import PROBE_SIZE, Analysis
 from pbjax.runtime.compilation import (
     CompiledProgram,
     PackedWeights,
-    Way,
+    ProgramSpec,
     compile_all,
     lower_split,
     lower_unsplit,
@@ -57,7 +57,7 @@ def verify_fusion(analysis: Analysis, phases: Phases) -> None:
     """
     if analysis.fused:
         with phases.phase("verify fusion"):
-            analysis.form_at(PROBE_SIZE).verify()
+            analysis.traced_at(PROBE_SIZE).verify()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +115,12 @@ def run_contest(
     """
     if choice.plan is not None and _settled(choice):
         return _run_plan(analysis, weights, leaves, choice, choice.plan, phases)
-    whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
-    ways = _contenders(choice, unroll, analysis.outline.num_blocks - 1)
+    whole = ProgramSpec(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
+    specs = _contenders(choice, unroll, analysis.summary.num_blocks - 1)
     given = replace(whole, plain=True, predicted_s=None)
     wholes = (given, whole) if analysis.fused else (whole,)
-    lower = [partial(lower_unsplit, analysis, leaves, way) for way in wholes]
-    lower += [partial(lower_split, analysis, weights, leaves, way) for way in ways]
+    lower = [partial(lower_unsplit, analysis, leaves, spec) for spec in wholes]
+    lower += [partial(lower_split, analysis, weights, leaves, spec) for spec in specs]
     with phases.phase("compile", len(lower)) as report:
         built = compile_all(lower, report)
     unsplit, compiled = built[: len(wholes)], built[len(wholes) :]
@@ -150,18 +150,18 @@ def _run_plan(
     phases: Phases,
 ) -> Contest:
     """Builds the program of a plan that decides; checks it unless that was done before."""
-    whole = Way(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
+    whole = ProgramSpec(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
     given = replace(whole, plain=True, predicted_s=None)
     with phases.phase("compile") as report:
-        if choice.ways and plan.decision == "split":
-            way = choice.ways[0]
-            lower = partial(lower_split, analysis, weights, leaves, way)
+        if choice.specs and plan.decision == "split":
+            spec = choice.specs[0]
+            lower = partial(lower_split, analysis, weights, leaves, spec)
         else:
-            way = given if plan.decision == "plain" or not analysis.fused else whole
-            lower = partial(lower_unsplit, analysis, leaves, way)
+            spec = given if plan.decision == "plain" or not analysis.fused else whole
+            lower = partial(lower_unsplit, analysis, leaves, spec)
         (kept,) = compile_all([lower], report)
         reference = None
-        if way != given and verified_difference(kept.key) is None:
+        if spec != given and verified_difference(kept.key) is None:
             report(1, 2, "the model as given, to compare with")
             (reference,) = compile_all([partial(lower_unsplit, analysis, leaves, given)], report)
     if reference is not None:
@@ -175,7 +175,7 @@ def _settled(choice: Choice) -> bool:
     return choice.plan is not None and not choice.warnings
 
 
-def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[Way, ...]:
+def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[ProgramSpec, ...]:
     """The splits to build, the best first.
 
     Of the best also: without staggers, to tell overlap from splitting; without budgets; and with
@@ -186,20 +186,20 @@ def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[Way, ..
       unroll: What the caller gives.
       steps: Of the loop.
     """
-    if not choice.ways:
+    if not choice.specs:
         return ()
-    ways = choice.ways
+    specs = choice.specs
     if choice.plan is None:
-        ways = tuple(replace(way, unroll=unroll or 1) for way in ways)
-    best = ways[0]
+        specs = tuple(replace(spec, unroll=unroll or 1) for spec in specs)
+    best = specs[0]
     if not any(best.staggers):
-        return ways
+        return specs
     others = [replace(best, staggers=(0,) * len(best.sizes), sm_budgets={}, predicted_s=None)]
     if best.sm_budgets and not choice.reason:
         others.append(replace(best, sm_budgets={}, predicted_s=None))
     if unroll is None and not choice.reason:
         others += [replace(best, unroll=each) for each in _unrolls(steps)]
-    return (*ways, *others)
+    return (*specs, *others)
 
 
 def _unrolls(steps: int) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ def _fitting(
     """
     fitting = [split for split in splits if split.needed_bytes <= room]
     lines = tuple(
-        f"{split.way.label} {joined(split.way.sizes)} needs {split.needed_bytes / 1e9:.3g} GB, "
+        f"{split.spec.label} {joined(split.spec.sizes)} needs {split.needed_bytes / 1e9:.3g} GB, "
         f"{split.temporary_bytes / 1e9:.3g} of them temporary; {room / 1e9:.3g} GB are there: "
         "not run"
         for split in splits
@@ -227,7 +227,7 @@ def _fitting(
     )
     if splits and choice.reason and splits[0].needed_bytes > room:
         raise MemoryBudgetError(
-            f"optimize(split={splits[0].way.sizes}): {lines[0].removesuffix(': not run')}; what "
+            f"optimize(split={splits[0].spec.sizes}): {lines[0].removesuffix(': not run')}; what "
             "fits the device is allowed; lower the batch, or leave the split out to search"
         )
     return fitting, lines
@@ -263,7 +263,7 @@ def _decide(
     unsplit = wholes[place]
     if not splits:
         reason = choice.reason or "no split fits the device"
-        reason = f"{reason}; {PLAIN_WINS}" if unsplit.way.plain else reason
+        reason = f"{reason}; {PLAIN_WINS}" if unsplit.spec.plain else reason
         return _Verdict(kept=unsplit, split=unsplit, reason=reason)
     base, others = timed[place], timed[len(wholes) :]
     index = min(range(len(others)), key=lambda i: others[i].measured_s)
@@ -298,7 +298,7 @@ def _plan(
     *,
     difference: float | None,
 ) -> Plan:
-    way = verdict.split.way
+    spec = verdict.split.spec
     seconds = {}
     for program in timed:  # the fastest first: budgets and unrolling tell others of a name apart
         same = (program.name, program.sizes, program.staggers)
@@ -310,21 +310,23 @@ def _plan(
         device_kind=analysis.device.kind,
         jax=jax.__version__,
         batch_size=choice.batch_size,
-        sizes=way.sizes,
-        staggers=way.staggers,
-        unroll=way.unroll,
+        sizes=spec.sizes,
+        staggers=spec.staggers,
+        unroll=spec.unroll,
         compiler_options=dict(verdict.split.options),
-        decision=_DECISIONS[verdict.kept.way.name],
+        decision=_DECISIONS[verdict.kept.spec.name],
         reason=verdict.reason,
         digest=choice.digest,
-        predicted=Seconds(unsplit=choice.unsplit_s, split=way.predicted_s),
+        predicted=Seconds(unsplit=choice.unsplit_s, split=spec.predicted_s),
         measured=Seconds(
             plain=seconds.get(("plain", *whole)),
             unsplit=seconds.get(("unsplit", *whole)),
-            sequential=seconds.get(("sequential", way.sizes, (0,) * len(way.sizes))),
-            split=seconds.get((way.name, way.sizes, way.staggers)) if len(way.sizes) > 1 else None,
+            sequential=seconds.get(("sequential", spec.sizes, (0,) * len(spec.sizes))),
+            split=seconds.get((spec.name, spec.sizes, spec.staggers))
+            if len(spec.sizes) > 1
+            else None,
         ),
         max_difference=difference,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        sm_budgets=way.sm_budgets,
+        sm_budgets=spec.sm_budgets,
     )

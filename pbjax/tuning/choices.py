@@ -12,12 +12,12 @@ from pbjax.device import Device
 from pbjax.errors import InputError, InputTypeError, MemoryBudgetError, ModelError, warn
 from pbjax.planning.memory import predicted_bytes
 from pbjax.planning.plan import Plan
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.search import Candidate, SearchOptions, SearchResult, best_staggers, search
 from pbjax.planning.throughput import Evaluator
 from pbjax.planning.timetable import Split
 from pbjax.program.analysis import Analysis
-from pbjax.runtime.compilation import Way
+from pbjax.runtime.compilation import ProgramSpec
 from pbjax.tuning.measured_table import Measurements
 
 
@@ -27,7 +27,7 @@ class Choice:
 
     Attributes:
       batch_size: Rows of the batch.
-      ways: Split programs to build, the one predicted to be fastest first.
+      specs: Split programs to build, the one predicted to be fastest first.
       unsplit_s: Predicted seconds of the whole batch at once; None if it was not predicted.
       search: The search, if there was one.
       measurements: The table, if there was one.
@@ -37,7 +37,7 @@ class Choice:
     """
 
     batch_size: int
-    ways: tuple[Way, ...] = ()
+    specs: tuple[ProgramSpec, ...] = ()
     unsplit_s: float | None = None
     search: SearchResult | None = None
     measurements: Measurements | None = None
@@ -69,12 +69,12 @@ def searched(measurements: Measurements, batch_size: int, room: int) -> Choice:
         more, it is searched among those that are not; if there are none, what the compiled
         programs need decides.
     """
-    outline, profile = measurements.outline, measurements.profile
-    result = search(outline, profile, batch_size)
-    if not _fit(outline, _split(result), room):
+    summary, profile = measurements.summary, measurements.profile
+    result = search(summary, profile, batch_size)
+    if not _fit(summary, _split(result), room):
         with suppress(MemoryBudgetError):
             within = SearchOptions(memory_limit_bytes=room)
-            result = search(outline, profile, batch_size, within)
+            result = search(summary, profile, batch_size, within)
     split = _split(result)
     split.sort(key=lambda candidate: (candidate.prediction.makespan_s, -len(candidate.staggers)))
     none = f"a batch of {batch_size} rows is too small to split"
@@ -82,7 +82,7 @@ def searched(measurements: Measurements, batch_size: int, room: int) -> Choice:
         none = f"no split is predicted to fit in {room / 1e9:.3g} GB"
     return Choice(
         batch_size=batch_size,
-        ways=tuple(_way(candidate) for candidate in split),
+        specs=tuple(_way(candidate) for candidate in split),
         unsplit_s=_unsplit_s(measurements, batch_size),
         search=result,
         measurements=measurements,
@@ -95,13 +95,13 @@ def _split(result: SearchResult) -> list[Candidate]:
     return [candidate for count, candidate in result.by_count.items() if count > 1]
 
 
-def _fit(outline: Outline, candidates: Sequence[Candidate], room: int) -> bool:
-    needed = (predicted_bytes(outline, each.split.sizes, each.staggers) for each in candidates)
+def _fit(summary: ProgramSummary, candidates: Sequence[Candidate], room: int) -> bool:
+    needed = (predicted_bytes(summary, each.split.sizes, each.staggers) for each in candidates)
     return all(num_bytes <= room for num_bytes in needed)
 
 
 def _unsplit_s(measurements: Measurements, batch_size: int) -> float:
-    evaluator = Evaluator(measurements.outline, measurements.profile)
+    evaluator = Evaluator(measurements.summary, measurements.profile)
     return evaluator.evaluate(Split(sizes=(batch_size,)), (0,)).makespan_s
 
 
@@ -145,15 +145,15 @@ def forced(analysis: Analysis, measurements: Measurements, split: Split, room: i
       split: The sizes.
       room: As in `searched`, for the staggers.
     """
-    outline, profile = measurements.outline, measurements.profile
-    candidate = best_staggers(outline, profile, split)
-    if not _fit(outline, (candidate,), room):
+    summary, profile = measurements.summary, measurements.profile
+    candidate = best_staggers(summary, profile, split)
+    if not _fit(summary, (candidate,), room):
         with suppress(MemoryBudgetError):
             within = SearchOptions(memory_limit_bytes=room)
-            candidate = best_staggers(outline, profile, split, within)
+            candidate = best_staggers(summary, profile, split, within)
     return Choice(
         batch_size=analysis.batch.batch_size,
-        ways=(_way(candidate),) if len(split.sizes) > 1 else (),
+        specs=(_way(candidate),) if len(split.sizes) > 1 else (),
         unsplit_s=_unsplit_s(measurements, split.batch_size),
         measurements=measurements,
         reason=f"split={split.sizes} was given",
@@ -195,7 +195,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     )
     if foreign:
         warn(warning)
-    way = Way(
+    spec = ProgramSpec(
         sizes=plan.sizes,
         staggers=plan.staggers,
         predicted_s=plan.predicted.split,
@@ -206,7 +206,7 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     )
     return Choice(
         batch_size=plan.batch_size,
-        ways=(way,) if len(plan.sizes) > 1 else (),
+        specs=(spec,) if len(plan.sizes) > 1 else (),
         unsplit_s=plan.predicted.unsplit,
         plan=plan,
         reason="" if foreign else plan.reason,
@@ -214,8 +214,8 @@ def planned(analysis: Analysis, plan: Plan) -> Choice:
     )
 
 
-def _way(candidate: Candidate) -> Way:
-    return Way(
+def _way(candidate: Candidate) -> ProgramSpec:
+    return ProgramSpec(
         sizes=candidate.split.sizes,
         staggers=candidate.staggers,
         predicted_s=candidate.prediction.makespan_s,

@@ -30,7 +30,7 @@ from pbjax.planning.profiling import (
     missing_runs,
     usable_rows,
 )
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.program.analysis import PROBE_SIZE, Analysis
 from pbjax.runtime.phases import Phases
 from pbjax.runtime.provenance import provenance_here
@@ -43,7 +43,7 @@ class Measurements:
 
     Attributes:
       profile: The table.
-      outline: The program with its stages in the classes that their predicted time says: these
+      summary: The program with its stages in the classes that their predicted time says: these
         are what budgets go by, and what is searched.
       relabelled: The same with the classes that their measured time is nearest to.
       rows_measured: How many of its rows are new.
@@ -51,8 +51,8 @@ class Measurements:
     """
 
     profile: Profile
-    outline: Outline
-    relabelled: Outline
+    summary: ProgramSummary
+    relabelled: ProgramSummary
     rows_measured: int
     warning: str
 
@@ -116,8 +116,8 @@ def prepare_table(
     start = known.merge(here) if known else here
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
     wanted = analysis.batch.batch_size, analysis.device.num_sms, _takers(analysis)
-    runs = missing_runs(start, single_runs(analysis.outline, *wanted))
-    pairs = missing_pairs(start, paired_runs(analysis.outline, *wanted))
+    runs = missing_runs(start, single_runs(analysis.summary, *wanted))
+    pairs = missing_pairs(start, paired_runs(analysis.summary, *wanted))
     if sizes is not None:
         runs = tuple(run for run in runs if run.size in sizes)
         pairs = tuple(pair for pair in pairs if all(run.size in sizes for run in pair))
@@ -172,8 +172,8 @@ class PreparedTable:
         size, device = analysis.batch.batch_size, analysis.device
         return Measurements(
             profile=table,
-            outline=analysis.outline,
-            relabelled=relabelled(analysis.outline, table, size, device),
+            summary=analysis.summary,
+            relabelled=relabelled(analysis.summary, table, size, device),
             rows_measured=len(table.rows) + len(table.corun) - len(start.rows) - len(start.corun),
             warning=self.warning,
         )
@@ -181,7 +181,7 @@ class PreparedTable:
 
 def _takers(analysis: Analysis) -> set[str]:
     """Fingerprints of the stages with kernels that take an SM budget."""
-    stages = zip(analysis.program_at(PROBE_SIZE).stages, analysis.outline.block, strict=True)
+    stages = zip(analysis.program_at(PROBE_SIZE).stages, analysis.summary.block, strict=True)
     return {
         info.fingerprint
         for stage, info in stages
@@ -194,7 +194,7 @@ def _read(analysis: Analysis, path: Path | None) -> Profile | None:
     if path is not None:
         return Profile.load(path) if path.exists() else None
     shipped = [Profile.load(each) for each in find_profiles(analysis.device.slug)]
-    parts = [part for each in shipped if (part := each.only(analysis.outline)).rows]
+    parts = [part for each in shipped if (part := each.only(analysis.summary)).rows]
     return reduce(Profile.merge, parts) if parts else None
 
 
@@ -218,11 +218,13 @@ def _check(analysis: Analysis, known: Profile, path: Path | None) -> str:
     return warning or ""
 
 
-def relabelled(outline: Outline, profile: Profile, batch_size: int, device: Device) -> Outline:
+def relabelled(
+    summary: ProgramSummary, profile: Profile, batch_size: int, device: Device
+) -> ProgramSummary:
     """The outline with every stage in the class that its measured time says.
 
     Args:
-      outline: Stages labelled by their predicted time.
+      summary: Stages labelled by their predicted time.
       profile: What was measured of them.
       batch_size: The rows at which the measured time is compared with the bounds.
       device: Whose bounds.
@@ -235,10 +237,10 @@ def relabelled(outline: Outline, profile: Profile, batch_size: int, device: Devi
         return replace(stage, resource=_measured_class(stage, seconds, batch_size, device))
 
     return replace(
-        outline,
-        prologue=measured(outline.prologue),
-        block=tuple(stage for stage in map(measured, outline.block) if stage is not None),
-        epilogue=measured(outline.epilogue),
+        summary,
+        prologue=measured(summary.prologue),
+        block=tuple(stage for stage in map(measured, summary.block) if stage is not None),
+        epilogue=measured(summary.epilogue),
     )
 
 

@@ -8,7 +8,7 @@ import jax
 
 from pbjax.planning.plan import Plan, Seconds
 from pbjax.planning.profile_table import Profile
-from pbjax.planning.program_summary import Outline
+from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.search import Candidate, SearchResult, best_staggers
 from pbjax.planning.throughput import Evaluator
 from pbjax.planning.timetable import Split
@@ -18,12 +18,14 @@ from pbjax.program.analysis import Analysis
 NOISE_FACTOR = 2.0
 
 
-def plan_of(analysis: Analysis, outline: Outline, profile: Profile, found: SearchResult) -> Plan:
+def plan_of(
+    analysis: Analysis, summary: ProgramSummary, profile: Profile, found: SearchResult
+) -> Plan:
     """The plan that a search predicts to be fastest; nothing in it was measured as a whole.
 
     Args:
       analysis: The model.
-      outline: The stages that were searched.
+      summary: The stages that were searched.
       profile: Their measured table.
       found: What was searched.
 
@@ -32,13 +34,13 @@ def plan_of(analysis: Analysis, outline: Outline, profile: Profile, found: Searc
     """
     batch_size, split = found.best.split.batch_size, best_split(found)
     fits = 1 in found.by_count
-    whole = found.by_count.get(1) or best_staggers(outline, profile, Split(sizes=(batch_size,)))
+    whole = found.by_count.get(1) or best_staggers(summary, profile, Split(sizes=(batch_size,)))
     shown = split or whole
-    noise_s = NOISE_FACTOR * table_spread(outline, profile, found)
+    noise_s = NOISE_FACTOR * table_spread(summary, profile, found)
     gains = split is not None and (
         whole.prediction.makespan_s - split.prediction.makespan_s > noise_s
     )
-    sequential_s = sequential_seconds(outline, profile, split)
+    sequential_s = sequential_seconds(summary, profile, split)
     why = reason(whole, split, sequential_s, noise_s)
     return Plan(
         model=analysis.model.name,
@@ -73,22 +75,24 @@ def best_split(found: SearchResult) -> Candidate | None:
     return min(several, key=lambda candidate: candidate.prediction.makespan_s, default=None)
 
 
-def sequential_seconds(outline: Outline, profile: Profile, split: Candidate | None) -> float | None:
+def sequential_seconds(
+    summary: ProgramSummary, profile: Profile, split: Candidate | None
+) -> float | None:
     """Predicted seconds of the same sub-batches one after the other, without budgets."""
     if split is None:
         return None
-    return sum(map(Evaluator(outline, profile).chain_seconds, split.split.sizes))
+    return sum(map(Evaluator(summary, profile).path_seconds, split.split.sizes))
 
 
-def table_spread(outline: Outline, profile: Profile, found: SearchResult) -> float:
+def table_spread(summary: ProgramSummary, profile: Profile, found: SearchResult) -> float:
     """By how much repeated measurements of all stages of the unsplit batch spread, in seconds.
 
     The quartile distances of the rows nearest to the batch, added up: stages were measured one
     after the other, so that what disturbed one need not have disturbed the next.
     """
     batch_size = found.best.split.batch_size
-    chain = (outline.prologue, *outline.block, outline.epilogue)
-    repeats = (1, *[outline.num_blocks] * len(outline.block), 1)
+    chain = (summary.prologue, *summary.block, summary.epilogue)
+    repeats = (1, *[summary.num_blocks] * len(summary.block), 1)
     total = 0.0
     for stage, times in zip(chain, repeats, strict=True):
         rows = [r for r in profile.rows if stage and r.fingerprint == stage.fingerprint]

@@ -11,7 +11,7 @@ from pbjax.fusion import FusionReport
 from pbjax.graph.classify import ClassShare
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 from pbjax.planning.search import Candidate, SearchResult
 from pbjax.planning.timetable import PROLOGUE, Slot, Timetable
 from pbjax.runtime.measured_programs import (
@@ -44,8 +44,8 @@ class Report:
       unknown: Primitives whose cost is not known; they count by their bytes.
       operations_per_block: Operations of one repetition.
       scanned: Whether the model was a scan already.
-      outline: The stages.
-      measured_outline: The stages in the classes that their measured time says; None without one.
+      summary: The stages.
+      measured_summary: The stages in the classes that their measured time says; None without one.
       profile: The measured table; None if nothing was searched.
       rows_measured: How many rows of it were measured in this call.
       search: None if the split was given.
@@ -64,8 +64,8 @@ class Report:
     unknown: tuple[str, ...]
     operations_per_block: int
     scanned: bool
-    outline: Outline
-    measured_outline: Outline | None
+    summary: ProgramSummary
+    measured_summary: ProgramSummary | None
     profile: Profile | None
     rows_measured: int
     search: SearchResult | None
@@ -84,12 +84,12 @@ class Report:
             "batch_size": self.batch_size,
             "classes": [asdict(share) for share in self.classes],
             "unknown_primitives": list(self.unknown),
-            "stages": [asdict(stage) for stage in self.outline.stages],
+            "stages": [asdict(stage) for stage in self.summary.stages],
             "measured_classes": {
                 stage.name: stage.resource
-                for stage in (self.measured_outline or self.outline).stages
+                for stage in (self.measured_summary or self.summary).stages
             },
-            "num_blocks": self.outline.num_blocks,
+            "num_blocks": self.summary.num_blocks,
             "rows_measured": self.rows_measured,
             "search": _search_dict(self.search),
             "programs": [asdict(program) for program in self.programs],
@@ -139,9 +139,9 @@ def classes_section(report: Report) -> str:
 
 def stages_section(report: Report) -> str:
     """Prologue, block and epilogue with their stages."""
-    block = report.outline.block
-    measured = report.measured_outline or report.outline
-    chains = [(o.prologue, *o.block, o.epilogue) for o in (report.outline, measured)]
+    block = report.summary.block
+    measured = report.measured_summary or report.summary
+    chains = [(o.prologue, *o.block, o.epilogue) for o in (report.summary, measured)]
     letters = ["-", *(_letter(i) for i in range(len(block))), "-"]
     rows = [
         _stage_row(letter, stage, other)
@@ -149,9 +149,9 @@ def stages_section(report: Report) -> str:
         if stage is not None and other is not None
     ]
     how = "one scan" if report.scanned else "equal runs of operations"
-    repeated = f"{report.outline.num_blocks} x a block of {report.operations_per_block} operations"
+    repeated = f"{report.summary.num_blocks} x a block of {report.operations_per_block} operations"
     title = f"stages: {repeated} in {len(block)} stages ({how})"
-    if report.outline.num_blocks == 1:
+    if report.summary.num_blocks == 1:
         title = f"stages: nothing repeats; one block of {report.operations_per_block} operations"
     return table(title, ("", "stage", "class", "input", "MFLOP/row", "kB/row", "weights MB"), rows)
 
@@ -160,7 +160,7 @@ def profile_section(report: Report) -> str:
     """Seconds of each different stage by batch size."""
     if report.profile is None:
         return ""
-    curves = [(stage, report.profile.curve(stage)) for stage in report.outline.stages]
+    curves = [(stage, report.profile.curve(stage)) for stage in report.summary.stages]
     sizes = sorted({size for _, curve in curves for size in curve.sizes})
     rows = [
         (stage.name, *(milliseconds(curve.at(s)) if s in curve.sizes else "-" for s in sizes))
@@ -168,7 +168,7 @@ def profile_section(report: Report) -> str:
     ]
     title = (
         f"profile: ms by batch size; {report.rows_measured} rows measured now; unique stages "
-        f"{len(curves)} of {report.outline.num_stages_total}"
+        f"{len(curves)} of {report.summary.num_stages_total}"
     )
     return table(title, ("stage", *map(str, sizes)), rows)
 
@@ -197,7 +197,7 @@ def timetable_section(report: Report) -> str:
     """Which stage of which sub-batch runs in which slot, as text."""
     if not report.timetables:
         return ""
-    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.outline.block))
+    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.summary.block))
     legend = f"timetable: < prologue, {letters}, > epilogue; ' = of the next block"
     return "\n".join([legend, *(line for t in report.timetables for line in _timeline(t, report))])
 

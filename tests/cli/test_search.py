@@ -119,11 +119,11 @@ def test_shipped_table_knows_every_stage_of_its_model(name):
     """If not, the model or a kernel has changed: measure again with scripts/profile_models.py."""
     table = Profile.load(SHIPPED[name])
     largest = max(row.batch_size for row in table.rows)
-    outline = stages_of(name, largest).outline
+    summary = stages_of(name, largest).summary
     known = {row.fingerprint for row in table.rows}
-    assert {stage.fingerprint for stage in outline.stages} == known
-    assert len({row.stage for row in table.rows if row.sm_budget}) == len(outline.block)
-    first, again = (search(outline, table, largest) for _ in range(2))
+    assert {stage.fingerprint for stage in summary.stages} == known
+    assert len({row.stage for row in table.rows if row.sm_budget}) == len(summary.block)
+    first, again = (search(summary, table, largest) for _ in range(2))
     assert first.digest == again.digest
     assert first.best == again.best
     for candidate in first.by_count.values():
@@ -200,7 +200,7 @@ def test_split_that_gains_less_than_the_tables_noise_is_not_planned(folder, tabl
     quiet = replace(measured, rows=tuple(rows), corun=())
     noisy = replace(quiet, rows=tuple(replace(row, spread_s=1e-3) for row in rows))
     plans = [
-        plan_of(analysis, analysis.outline, each, search(analysis.outline, each, 6))
+        plan_of(analysis, analysis.summary, each, search(analysis.summary, each, 6))
         for each in (quiet, noisy)
     ]
     assert [plan.decision for plan in plans] == ["split", "unsplit"]
@@ -211,11 +211,11 @@ def test_split_that_gains_less_than_the_tables_noise_is_not_planned(folder, tabl
 def test_split_is_planned_where_the_unsplit_batch_does_not_fit(folder, table):
     asked = ForwardPass(model=str(folder), batch_size=6, seq_len=12, dtype="float32")
     analysis, measured = asked.in_shapes(find_device("cpu")), Profile.load(table)
-    outline = replace(analysis.outline, stacked_weight_bytes=0)
-    limit = predicted_bytes(outline, (2, 2, 2), (0, 0, 0))
-    assert limit < predicted_bytes(outline, (6,), (0,))
-    found = search(outline, measured, 6, SearchOptions(memory_limit_bytes=limit))
-    plan = plan_of(analysis, outline, measured, found)
+    summary = replace(analysis.summary, stacked_weight_bytes=0)
+    limit = predicted_bytes(summary, (2, 2, 2), (0, 0, 0))
+    assert limit < predicted_bytes(summary, (6,), (0,))
+    found = search(summary, measured, 6, SearchOptions(memory_limit_bytes=limit))
+    plan = plan_of(analysis, summary, measured, found)
     assert plan.decision == "split"
     assert plan.reason.startswith("the unsplit batch does not fit the device; splitting into ")
     assert plan.predicted.unsplit > 0

@@ -11,7 +11,7 @@ from jax.sharding import use_abstract_mesh
 from pallas_kernels.corun import costs, pairs
 from pallas_kernels.corun.shapes import DECODE_LAYERS
 from pbjax.decode.cost_model import Costs, predicted_s, rates_of
-from pbjax.decode.interleave import Launch, Piece, Role, weave
+from pbjax.decode.interleave import Launch, Piece, Role, interleave
 from pbjax.device import find_device
 from pbjax.graph.trace import trace
 from tests.kernel_decoder import H200, LAYERS, decode_step, inputs
@@ -51,8 +51,8 @@ def test_items_of_a_size_are_those_of_the_function_traced_at_it(size):
     for got, want in zip(found, traced, strict=True):
         assert (got.role, got.parts, got.num_bytes) == (want.role, want.parts, want.num_bytes)
         assert got.seconds == pytest.approx(want.seconds)
-        assert got.hosting_s == want.hosting_s
-    assert sum(item.role == Role.GUEST for item in found) == LAYERS
+        assert got.paired_s == want.paired_s
+    assert sum(item.role == Role.MEMORY for item in found) == LAYERS
 
 
 # Microseconds of a layer as two half layers, by device time: docs/kernels_corun.md.
@@ -61,18 +61,18 @@ def test_items_of_a_size_are_those_of_the_function_traced_at_it(size):
 )
 def test_a_layer_of_launches_is_predicted_within_a_tenth(layer, measured_us):
     half = layer.batch_size // 2
-    guest = costs.alone_s(attention(layer, half), PEAK)
+    memory = costs.alone_s(attention(layer, half), PEAK)
     calls = [product(half, k, n, name == "up") for name, (k, n) in layer.products.items()]
-    hosts = [costs.hosting_s(call) for call in calls]
+    compute_kernels = [costs.paired_s(call) for call in calls]
     moved = costs.num_bytes(attention(layer, half))
     together = sum(
         costs.together_s(
-            host,
-            guest * host / sum(hosts),
-            costs.num_bytes(call) + moved * host / sum(hosts),
+            compute,
+            memory * compute / sum(compute_kernels),
+            costs.num_bytes(call) + moved * compute / sum(compute_kernels),
             PEAK,
         )
-        for call, host in zip(calls, hosts, strict=True)
+        for call, compute in zip(calls, compute_kernels, strict=True)
     )
     assert 2 * together == pytest.approx(1e-6 * measured_us, rel=0.1)
 
@@ -113,24 +113,24 @@ def test_only_hosts_and_guests_have_costs():
 
 def test_what_rides_is_predicted_to_cost_less_than_what_runs_alone():
     found = Costs((graph(16), graph(2)), (16, 2), RATES).items(8)
-    lanes = found, found
-    apart, together = (weave(*lanes, capacity) for capacity in (0.0, 1e6))
-    alone = sum(item.seconds for lane in lanes for item in lane)
-    assert predicted_s(apart, lanes, RATES) == pytest.approx(alone)
-    assert predicted_s(together, lanes, RATES) < alone
+    sub_batches = found, found
+    apart, together = (interleave(*sub_batches, capacity) for capacity in (0.0, 1e6))
+    alone = sum(item.seconds for sub_batch in sub_batches for item in sub_batch)
+    assert predicted_s(apart, sub_batches, RATES) == pytest.approx(alone)
+    assert predicted_s(together, sub_batches, RATES) < alone
 
 
 def test_a_guest_in_pieces_costs_that_they_are_joined():
     found = Costs((graph(16), graph(2)), (16, 2), RATES).items(16)
-    place = next(i for i, item in enumerate(found) if item.role == Role.GUEST)
-    parts, lanes = found[place].parts, (found, found)
+    place = next(i for i, item in enumerate(found) if item.role == Role.MEMORY)
+    parts, sub_batches = found[place].parts, (found, found)
 
     def seconds(*counts):
         first, launches = 0, []
         for count in counts:
-            launches.append(Launch(main=Piece(lane=0, item=place, first=first, count=count)))
+            launches.append(Launch(main=Piece(sub_batch=0, item=place, first=first, count=count)))
             first += count
-        return predicted_s(launches, lanes, RATES)
+        return predicted_s(launches, sub_batches, RATES)
 
     extra = seconds(1, parts - 1) - seconds(parts)
     assert extra == pytest.approx(found[place].join_s)

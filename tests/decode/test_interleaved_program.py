@@ -1,4 +1,4 @@
-"""Two woven halves of a decoder compute what the whole does, whatever rides where."""
+"""Two interleaved halves of a decoder compute what the whole does, whatever rides where."""
 
 import functools
 
@@ -10,8 +10,8 @@ from jax.sharding import use_abstract_mesh
 from pallas_kernels.corun import pairs
 from pallas_kernels.testing import assert_close
 from pbjax.decode.cost_model import Costs, rates_of
-from pbjax.decode.interleave import Role, weave
-from pbjax.decode.interleaved_program import WovenProgram
+from pbjax.decode.interleave import Role, interleave
+from pbjax.decode.interleaved_program import InterleavedProgram
 from pbjax.device import find_device
 from pbjax.graph.trace import trace
 from tests.kernel_decoder import H200, LAYERS, WEIGHTS, B, F, decode_step, inputs
@@ -25,13 +25,13 @@ def traced(size):
         return trace(lambda p, *i: decode_step(*i), (), *inputs(size))
 
 
-def woven(sizes, capacity):
+def interleaved(sizes, capacity):
     """The program, the items of both sub-batches, and the launches."""
     graphs = tuple(traced(size) for size in sizes)
     costs = Costs((traced(B), traced(2)), (B, 2), RATES)
-    lanes = tuple(costs.items(size) for size in sizes)
-    launches = weave(*lanes, capacity)
-    return WovenProgram(graphs=graphs, launches=launches), lanes, launches
+    sub_batches = tuple(costs.items(size) for size in sizes)
+    launches = interleave(*sub_batches, capacity)
+    return InterleavedProgram(graphs=graphs, launches=launches), sub_batches, launches
 
 
 def halves(tree, size):
@@ -39,16 +39,16 @@ def halves(tree, size):
 
 
 def test_products_carry_and_attention_rides():
-    _, (lane, _), _ = woven((8, 8), 1.4)
-    roles = [item.role for item in lane if item.role != Role.ALONE]
-    assert roles == [Role.HOST, Role.GUEST, Role.HOST, Role.HOST, Role.HOST] * LAYERS
-    assert {item.parts for item in lane if item.role == Role.GUEST} == {8}
+    _, (sub_batch, _), _ = interleaved((8, 8), 1.4)
+    roles = [item.role for item in sub_batch if item.role != Role.ALONE]
+    assert roles == [Role.COMPUTE, Role.MEMORY, Role.COMPUTE, Role.COMPUTE, Role.COMPUTE] * LAYERS
+    assert {item.parts for item in sub_batch if item.role == Role.MEMORY} == {8}
 
 
 @pytest.mark.parametrize(("sizes", "capacity"), [((8, 8), 1.4), ((11, 5), 1e6), ((2, 14), 0.0)])
-def test_woven_halves_compute_what_the_whole_does(sizes, capacity):
-    program, _, launches = woven(sizes, capacity)
-    assert any(launch.guest for launch in launches) == (capacity > 0)
+def test_interleaved_halves_compute_what_the_whole_does(sizes, capacity):
+    program, _, launches = interleaved(sizes, capacity)
+    assert any(launch.memory for launch in launches) == (capacity > 0)
     given = inputs(B)
     first, second = halves(given, sizes[0])
     outputs = jax.jit(program.__call__)(
@@ -78,5 +78,5 @@ def test_a_part_of_a_large_batch_is_what_keeps_all_sms_busy():
 
 
 def test_the_constants_of_the_decoder_are_its_weights():
-    program, _, _ = woven((8, 8), 1.4)
+    program, _, _ = interleaved((8, 8), 1.4)
     assert len(program.graphs[0].constants) == len(jax.tree.leaves(WEIGHTS))

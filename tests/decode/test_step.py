@@ -40,7 +40,7 @@ def example(batch_size=B):
 
 
 @pytest.fixture(scope="module")
-def woven():
+def interleaved():
     """Optimised as on a Hopper GPU, where kernels are operations that can share launches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
@@ -71,28 +71,28 @@ def assert_same_cache(got, want):
         assert_close(a, b.astype(jnp.float32), reduction=F, roundings=8 * LAYERS)
 
 
-def test_a_woven_step_is_the_function_call_after_call(woven):
-    assert woven.plan.decision == "split"
-    assert len(woven.plan.sizes) == 2
-    assert_same_cache(*run_both(woven))
+def test_an_interleaved_step_is_the_function_call_after_call(interleaved):
+    assert interleaved.plan.decision == "split"
+    assert len(interleaved.plan.sizes) == 2
+    assert_same_cache(*run_both(interleaved))
 
 
 def test_without_kernels_the_step_runs_unsplit_and_says_why(unsplit):
     assert unsplit.plan.decision == "unsplit"
     assert "can share a launch" in unsplit.plan.reason
     text = str(unsplit.report())
-    assert "nothing rides: no operation can carry a partner or ride; products and" in text
+    assert "nothing can overlap: no compute and no memory kernels; the matrix" in text
     assert "0 operations" not in text
     assert_same_cache(*run_both(unsplit))
 
 
-def test_the_report_tells_what_rides_and_what_was_measured(woven):
-    text = str(woven.report())
-    assert all(name in text for name in ("woven", "sequential", "unsplit"))
-    assert f"{4 * LAYERS} operations can carry a partner, {LAYERS} can ride" in text
-    measured = woven.plan.measured
+def test_the_report_tells_what_rides_and_what_was_measured(interleaved):
+    text = str(interleaved.report())
+    assert all(name in text for name in ("interleaved", "sequential", "unsplit"))
+    assert f"{4 * LAYERS} compute kernels and {LAYERS} memory kernels" in text
+    measured = interleaved.plan.measured
     assert all(s > 0 for s in (measured.unsplit, measured.sequential, measured.split))
-    assert woven.report().to_dict()["plan"]["sizes"] == woven.plan.sizes
+    assert interleaved.report().to_dict()["plan"]["sizes"] == interleaved.plan.sizes
 
 
 def test_a_state_is_used_up_by_a_call(unsplit):
@@ -122,10 +122,10 @@ def test_a_call_that_is_traced_is_refused_and_the_state_stays(unsplit):
         jax.jit(lambda cache: unsplit.hold(cache))(cache)
 
 
-def test_a_state_belongs_to_its_step(woven, unsplit):
+def test_a_state_belongs_to_its_step(interleaved, unsplit):
     x, cache = example()
     with pytest.raises(InputError, match="another step's"):
-        unsplit(x, woven.hold(cache))
+        unsplit(x, interleaved.hold(cache))
 
 
 def test_a_state_that_is_not_held_is_refused(unsplit):
@@ -183,26 +183,26 @@ def test_a_split_of_another_batch_is_refused():
         on_hopper(split=(6, 6))
 
 
-def test_a_split_and_a_plan_are_refused(woven):
+def test_a_split_and_a_plan_are_refused(interleaved):
     with pytest.raises(InputError, match="both say what to run"):
-        on_hopper(split=(8, 8), plan=woven.plan)
+        on_hopper(split=(8, 8), plan=interleaved.plan)
 
 
-def test_a_saved_plan_is_run_without_measuring(woven, tmp_path):
-    woven.plan.save(tmp_path / "plan.json")
+def test_a_saved_plan_is_run_without_measuring(interleaved, tmp_path):
+    interleaved.plan.save(tmp_path / "plan.json")
     fast = on_hopper(plan=tmp_path / "plan.json")
-    assert fast.plan == woven.plan
+    assert fast.plan == interleaved.plan
     assert fast.report().programs == ()
     assert [p.name for p in fast.report().phases if p.name == "measure"] == []
     assert_same_cache(*run_both(fast, steps=1))
 
 
-def test_a_plan_of_another_device_is_measured_again(woven):
-    foreign = dataclasses.replace(woven.plan, device_kind="NVIDIA H200")
+def test_a_plan_of_another_device_is_measured_again(interleaved):
+    foreign = dataclasses.replace(interleaved.plan, device_kind="NVIDIA H200")
     with pytest.warns(PbjaxWarning, match="device_kind 'NVIDIA H200' in the plan, 'cpu' here;"):
         fast = on_hopper(plan=foreign)
     assert "measured again" in str(fast.report())
-    assert {p.name for p in fast.report().programs} == {"unsplit", "sequential", "woven"}
+    assert {p.name for p in fast.report().programs} == {"unsplit", "sequential", "interleaved"}
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,11 @@ def test_a_plan_of_another_device_is_measured_again(woven):
     ],
     ids=str,
 )
-def test_a_plan_of_what_a_step_cannot_do_is_refused(woven, change, found):
-    plan = dataclasses.replace(woven.plan, **change)
-    with pytest.raises(InputError, match=f"the plan has {found}; woven sub-batches have none"):
+def test_a_plan_of_what_a_step_cannot_do_is_refused(interleaved, change, found):
+    plan = dataclasses.replace(interleaved.plan, **change)
+    with pytest.raises(
+        InputError, match=f"the plan has {found}; interleaved sub-batches have none"
+    ):
         on_hopper(plan=plan)
 
 
@@ -242,7 +244,7 @@ def counting(x, state):
 
 
 @pytest.fixture(scope="module")
-def woven_counting():
+def interleaved_counting():
     x, cache = example()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
@@ -252,12 +254,12 @@ def woven_counting():
         return pbjax.optimize(counting, x, (cache, jnp.int32(0)), state=1, batch_axes=axes)
 
 
-def test_each_sub_batch_carries_its_own_copy_of_what_all_rows_share(woven_counting):
+def test_each_sub_batch_carries_its_own_copy_of_what_all_rows_share(interleaved_counting):
     x, cache = example()
-    held = woven_counting.hold((cache, jnp.int32(0)))
+    held = interleaved_counting.hold((cache, jnp.int32(0)))
     for _ in range(2):
-        _, held = woven_counting(x, held)
-    got, count = woven_counting.release(held)
+        _, held = interleaved_counting(x, held)
+    got, count = interleaved_counting.release(held)
     assert count == 2
     assert_same_cache(got, step(x, step(x, cache).cache).cache)
 
@@ -272,19 +274,19 @@ def test_an_array_may_be_in_the_state_twice(unsplit):
 
 
 @pytest.mark.parametrize("batch_size", [B // 2, 2 * B])
-def test_a_state_of_another_batch_is_refused(woven, batch_size):
+def test_a_state_of_another_batch_is_refused(interleaved, batch_size):
     with pytest.raises(InputError, match=r"hold: leaf 0 is .* was planned for"):
-        woven.hold(example(batch_size)[1])
+        interleaved.hold(example(batch_size)[1])
 
 
-def test_a_call_that_is_refused_leaves_the_state_as_it_was(woven):
+def test_a_call_that_is_refused_leaves_the_state_as_it_was(interleaved):
     x, cache = example()
-    held = woven.hold(cache)
+    held = interleaved.hold(cache)
     with pytest.raises(InputError, match=r"step: input 0 is bfloat16\[4, "):
-        woven(x[:4], held)
+        interleaved(x[:4], held)
     with pytest.raises(InputTypeError, match="beside the state"):
-        woven({"x": x}, held)
-    got, want = woven(x, held).hidden, step(x, cache).hidden.astype(jnp.float32)
+        interleaved({"x": x}, held)
+    got, want = interleaved(x, held).hidden, step(x, cache).hidden.astype(jnp.float32)
     assert_close(got, want, reduction=F, roundings=8 * LAYERS)
 
 
@@ -356,16 +358,16 @@ def timed(name, *seconds):
 
 # Seconds rise from round to round as the device grows warm; what is compared is each round.
 @pytest.mark.parametrize(
-    ("woven_s", "kept", "reason"),
+    ("interleaved_s", "kept", "reason"),
     [
-        ((0.9, 1.9, 2.9, 3.9), "woven", "1.04x"),
+        ((0.9, 1.9, 2.9, 3.9), "interleaved", "1.04x"),
         ((0.9, 1.8, 3.1, 3.8), "unsplit", "inside the noise"),
         ((1.1, 2.1, 3.1, 4.1), "unsplit", "slower"),
     ],
 )
-def test_a_gain_is_that_of_each_round(woven_s, kept, reason):
-    found = [timed("unsplit", 1.0, 2.0, 3.0, 4.0), timed("woven", *woven_s)]
-    step, why = _decide([each.step for each in found], found, StepChoice(way=None))
+def test_a_gain_is_that_of_each_round(interleaved_s, kept, reason):
+    found = [timed("unsplit", 1.0, 2.0, 3.0, 4.0), timed("interleaved", *interleaved_s)]
+    step, why = _decide([each.step for each in found], found, StepChoice(spec=None))
     assert step.name == kept
     assert reason in why
 

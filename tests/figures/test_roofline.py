@@ -201,7 +201,7 @@ def test_csv_has_achieved_rates_of_what_was_measured():
     assert float(row["achieved_flops_per_s"]) == pytest.approx(half)
 
 
-class Links(HTMLParser):
+class ScanLinks(HTMLParser):
     def __init__(self):
         super().__init__()
         self.found, self.tags, self.data, self.inside = [], [], "", None
@@ -230,7 +230,7 @@ def findings(**changes):
 
 def test_the_page_fetches_nothing_and_holds_all_data(tmp_path):
     write_page(findings(), tmp_path / "report.html")
-    parser = Links()
+    parser = ScanLinks()
     parser.feed((tmp_path / "report.html").read_text())
     assert parser.found
     assert all(link.startswith(("data:", "#")) for link in parser.found)

@@ -26,7 +26,7 @@ from pbjax.figures.timelines import (
     predicted_slices,
     save_trace,
 )
-from pbjax.planning.profiling import Outline, Profile
+from pbjax.planning.profiling import Profile, ProgramSummary
 from pbjax.planning.search import search
 from pbjax.planning.throughput import Evaluator, evaluate
 from pbjax.planning.timetable import Split, timetable
@@ -37,9 +37,9 @@ from tests.planning.test_throughput import PROVENANCE, build, cases, row, stage
 
 @given(cases())
 def test_slots_add_up_to_the_makespan(case):
-    outline, profile = build(case)
-    evaluator = Evaluator(outline, profile)
-    slots = timetable(outline, case["staggers"]).slots()
+    summary, profile = build(case)
+    evaluator = Evaluator(summary, profile)
+    slots = timetable(summary, case["staggers"]).slots()
     total = sum(evaluator.slot_seconds(case["split"], slot) for slot in slots if slot)
     expected = evaluator.makespan(case["split"], case["staggers"])
     assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -47,12 +47,12 @@ def test_slots_add_up_to_the_makespan(case):
 
 @given(cases())
 def test_every_stage_runs_once_in_order_and_the_last_ends_with_the_makespan(case):
-    outline, profile = build(case)
+    summary, profile = build(case)
     sizes, staggers = case["split"], case["staggers"]
-    slices = predicted_slices(outline, profile, sizes, staggers)
+    slices = predicted_slices(summary, profile, sizes, staggers)
     each = len(case["names"]) * case["num_blocks"] + len(case["ends"])
     assert len(slices) == each * len(sizes)
-    makespan = evaluate(outline, profile, Split(sizes=sizes), staggers).makespan_s
+    makespan = evaluate(summary, profile, Split(sizes=sizes), staggers).makespan_s
     assert max(s.end_s for s in slices) <= makespan * (1 + 1e-9) + 1e-9
     assert all(s.start_s >= 0 for s in slices)
     for name in {s.row for s in slices}:
@@ -61,7 +61,7 @@ def test_every_stage_runs_once_in_order_and_the_last_ends_with_the_makespan(case
 
 
 def test_stages_that_save_time_together_are_drawn_above_each_other():
-    outline, profile = build(
+    summary, profile = build(
         {
             "names": ["s0", "s1"],
             "ends": [],
@@ -70,7 +70,7 @@ def test_stages_that_save_time_together_are_drawn_above_each_other():
             "num_blocks": 2,
         }
     )
-    slices = predicted_slices(outline, profile, (8, 8), (1, 0))
+    slices = predicted_slices(summary, profile, (8, 8), (1, 0))
     beside = [
         (a, b)
         for a, b in pairwise(sorted(slices, key=lambda s: s.start_s))
@@ -175,16 +175,16 @@ def outline_and_profile():
 
 
 def test_the_search_is_drawn_over_its_triangle():
-    outline, profile = outline_and_profile()
-    found = search(outline, profile, 60)
+    summary, profile = outline_and_profile()
+    found = search(summary, profile, 60)
     drawing = svg(search_figure(found, 60), "search")
     assert "rows of the first sub-batch" in drawing
     assert "predicted makespan (ms)" in drawing
 
 
 def test_a_search_that_saw_one_makespan_has_no_scale_of_colours():
-    outline, profile = outline_and_profile()
-    found = search(outline, profile, 60)
+    summary, profile = outline_and_profile()
+    found = search(summary, profile, 60)
     visits = tuple(dataclasses.replace(visit, makespan_s=2.0) for visit in found.trajectory)
     drawing = svg(search_figure(dataclasses.replace(found, trajectory=visits), 60), "search")
     assert "rows of the first sub-batch" in drawing
@@ -246,7 +246,7 @@ def test_a_plan_without_a_table_has_no_timetable(report):
 
 def test_a_program_of_one_stage_and_one_sub_batch_is_a_row():
     single = stage("s0")
-    outline = Outline(prologue=None, block=(single,), epilogue=None, num_blocks=2)
+    summary = ProgramSummary(prologue=None, block=(single,), epilogue=None, num_blocks=2)
     profile = Profile(provenance=PROVENANCE, rows=(row(single, 8, 0.5),))
-    slices = predicted_slices(outline, profile, (8,), (0,))
+    slices = predicted_slices(summary, profile, (8,), (0,))
     assert [(s.start_s, s.end_s) for s in slices] == [(0.0, 0.5), (0.5, 1.0)]

@@ -304,4 +304,4 @@ def test_the_engine_finds_the_layers_of_a_model_with_kernels(name, kernels):
     inputs = [jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype) for x in inputs]
     with use_abstract_mesh(H200):
         found = analyse(with_kernels(model, kernels), inputs, device=find_device("NVIDIA H200"))
-    assert found.outline.num_blocks == model.config.num_layers
+    assert found.summary.num_blocks == model.config.num_layers

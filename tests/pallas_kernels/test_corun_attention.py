@@ -207,14 +207,14 @@ def test_what_one_launch_cannot_do_runs_as_two_kernels():
     assert text.count("@mosaic_gpu_v2") == 2
 
 
-def test_a_woven_pair_is_one_launch():
+def test_an_interleaved_pair_is_one_launch():
     def run(x, w, q, k, v, lengths):
-        host = {"x": x, "w": w, "bias": None, "residual": None, "activation": None, "scale": 1.0}
-        guest = {"q": q, "k": k, "v": v, "lengths": lengths, "scale": 0.125, "first_sequence": 1}
-        guest |= {"page_table": None, "alibi_slopes": None, "softcap": None}
+        compute = {"x": x, "w": w, "bias": None, "residual": None, "activation": None, "scale": 1.0}
+        memory = {"q": q, "k": k, "v": v, "lengths": lengths, "scale": 0.125, "first_sequence": 1}
+        memory |= {"page_table": None, "alibi_slopes": None, "softcap": None}
         return pairs.beside(
-            pairs.Call(name="gemm", arguments=host),
-            pairs.Call(name="decode_attention", arguments=guest),
+            pairs.Call(name="gemm", arguments=compute),
+            pairs.Call(name="decode_attention", arguments=memory),
             2,
             3,
         )

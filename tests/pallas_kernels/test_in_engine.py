@@ -35,7 +35,7 @@ def test_every_kernel_is_one_operation_and_layers_are_found(analysis):
     names = Counter(o.params["name"] for o in analysis.graph.operations if o.primitive == PRIMITIVE)
     expected = {"rms_norm": 1, "gemm": 3, "decode_attention": 1, "add_rms_norm": 1, "gated_gemm": 1}
     assert names == {name: LAYERS * count for name, count in expected.items()}
-    assert analysis.outline.num_blocks == LAYERS
+    assert analysis.summary.num_blocks == LAYERS
     assert analysis.out_axes == (0,) * (1 + 2 * LAYERS)
 
 
@@ -78,11 +78,11 @@ def test_decode_attention_and_norms_are_bound_by_memory_and_large_products_by_te
 def test_a_split_program_of_kernels_computes_what_the_unsplit_one_does(analysis, sizes, staggers):
     with use_abstract_mesh(H200):
         programs = tuple(analysis.program_at(measured_size(size)) for size in sizes)
-    stages = len(analysis.outline.block)
+    stages = len(analysis.summary.block)
     program = SplitProgram(
         programs=programs,
         sizes=sizes,
-        timetable=timetable(analysis.outline, tuple(s % stages for s in staggers)),
+        timetable=timetable(analysis.summary, tuple(s % stages for s in staggers)),
         layout=WeightLayout.of(programs[0]),
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.planning.profile_grid import paired_runs, single_runs
-from pbjax.planning.profiling import Outline, fill, grid
+from pbjax.planning.profiling import ProgramSummary, fill, grid
 from tests.rows import A, B, C, FakeTimer, profile, runs
 
 GEMM = replace(A, resource=ResourceClass.TENSOR)
 NORM = replace(B, resource=ResourceClass.MEMORY)
-KERNELS = Outline(prologue=C, block=(GEMM, NORM, GEMM), epilogue=None, num_blocks=12)
+KERNELS = ProgramSummary(prologue=C, block=(GEMM, NORM, GEMM), epilogue=None, num_blocks=12)
 
 
 def test_pairs_are_of_different_classes_without_and_within_budgets():
@@ -72,6 +72,6 @@ def test_grid_prefers_sizes_without_ragged_tiles(batch_size, sizes):
 
 @given(st.integers(1, 300), st.data())
 def test_every_size_up_to_the_batch_has_seconds(batch_size, data):
-    outline = Outline(prologue=None, block=(A,), epilogue=None, num_blocks=1)
-    filled = fill(profile(), runs(outline, grid(batch_size)), FakeTimer())
+    summary = ProgramSummary(prologue=None, block=(A,), epilogue=None, num_blocks=1)
+    filled = fill(profile(), runs(summary, grid(batch_size)), FakeTimer())
     assert filled.seconds(A, data.draw(st.integers(1, batch_size))) > 0

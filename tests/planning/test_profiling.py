@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pbjax.errors import InputError
-from pbjax.planning.profiling import Outline, Timing, fill, fill_corun, usable_rows
+from pbjax.planning.profiling import ProgramSummary, Timing, fill, fill_corun, usable_rows
 from tests.rows import TABLE, A, B, C, FakeTimer, profile, row, run, runs
 
 
@@ -51,7 +51,7 @@ def test_rows_completed_here_carry_the_provenance_of_here():
     assert usable_rows(TABLE, "NVIDIA H200", "0.11.2").profile.merge(gpu) == gpu
 
 
-OUTLINE = Outline(prologue=C, block=(A, B, A), epilogue=None, num_blocks=12)
+OUTLINE = ProgramSummary(prologue=C, block=(A, B, A), epilogue=None, num_blocks=12)
 
 
 def test_each_different_stage_is_measured_once_for_each_size():

@@ -25,10 +25,10 @@ def test_window_is_within_a_hundredth_of_exhaustive_for_a_tenth_of_the_evaluatio
     seed, num_stages
 ):
     chance = random.Random(seed)
-    outline = program(num_stages, chance.choice((1, 2, 12)), chance.random() < 0.5)
-    profile = random_table(chance, outline, 256, chance.choice((0, 0, 30)))
-    window = search(outline, profile, 256)
-    exhaustive = search(outline, profile, 256, policy="exhaustive")
+    summary = program(num_stages, chance.choice((1, 2, 12)), chance.random() < 0.5)
+    profile = random_table(chance, summary, 256, chance.choice((0, 0, 30)))
+    window = search(summary, profile, 256)
+    exhaustive = search(summary, profile, 256, policy="exhaustive")
     assert window.best.prediction.makespan_s <= 1.01 * exhaustive.best.prediction.makespan_s
     assert window.evaluations + window.bounds <= exhaustive.evaluations / 10
 
@@ -36,10 +36,10 @@ def test_window_is_within_a_hundredth_of_exhaustive_for_a_tenth_of_the_evaluatio
 @settings(max_examples=20)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum(chance, batch_size, num_stages):
-    outline = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
-    profile = random_table(chance, outline, batch_size)
-    window = search(outline, profile, batch_size)
-    exhaustive = search(outline, profile, batch_size, policy="exhaustive")
+    summary = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
+    profile = random_table(chance, summary, batch_size)
+    window = search(summary, profile, batch_size)
+    exhaustive = search(summary, profile, batch_size, policy="exhaustive")
     assert window.best == exhaustive.best
     for count, candidate in exhaustive.by_count.items():
         found = window.by_count[count].prediction.makespan_s
@@ -49,10 +49,10 @@ def test_small_batches_get_the_exhaustive_optimum(chance, batch_size, num_stages
 @pytest.mark.parametrize("seed", range(3))
 def test_window_over_budgets_is_within_a_hundredth_of_exhaustive(seed):
     chance = random.Random(seed)
-    outline = program(2, chance.choice((1, 12)))
-    profile = with_budgets(chance, outline, random_table(chance, outline, 96))
-    window = search(outline, profile, 96)
-    exhaustive = search(outline, profile, 96, policy="exhaustive")
+    summary = program(2, chance.choice((1, 12)))
+    profile = with_budgets(chance, summary, random_table(chance, summary, 96))
+    window = search(summary, profile, 96)
+    exhaustive = search(summary, profile, 96, policy="exhaustive")
     assert window.best.prediction.makespan_s <= 1.01 * exhaustive.best.prediction.makespan_s
     assert window.evaluations + window.bounds <= exhaustive.evaluations / 10
 
@@ -60,10 +60,10 @@ def test_window_over_budgets_is_within_a_hundredth_of_exhaustive(seed):
 @settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(1, 16), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum_of_all_budgets(chance, batch_size, num_stages):
-    outline = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
-    profile = with_budgets(chance, outline, random_table(chance, outline, batch_size))
-    window = search(outline, profile, batch_size)
-    exhaustive = search(outline, profile, batch_size, policy="exhaustive")
+    summary = program(num_stages, chance.choice((1, 4)), chance.random() < 0.5)
+    profile = with_budgets(chance, summary, random_table(chance, summary, batch_size))
+    window = search(summary, profile, batch_size)
+    exhaustive = search(summary, profile, batch_size, policy="exhaustive")
     assert window.best == exhaustive.best
     assert window.best.sm_budgets == exhaustive.best.sm_budgets
 
@@ -71,13 +71,13 @@ def test_small_batches_get_the_exhaustive_optimum_of_all_budgets(chance, batch_s
 @settings(max_examples=8)
 @given(st.randoms(use_true_random=False), st.integers(2, 24))
 def test_budgets_are_predicted_as_evaluate_does_and_chosen_only_if_faster(chance, batch_size):
-    outline = program(2)
-    profile = with_budgets(chance, outline, random_table(chance, outline, batch_size))
-    result = search(outline, profile, batch_size)
-    without = search(outline, profile, batch_size, SearchOptions(sm_budgets={}))
+    summary = program(2)
+    profile = with_budgets(chance, summary, random_table(chance, summary, batch_size))
+    result = search(summary, profile, batch_size)
+    without = search(summary, profile, batch_size, SearchOptions(sm_budgets={}))
     assert not any(each.sm_budgets for each in without.by_count.values())
     for count, found in result.by_count.items():
-        again = evaluate(outline, profile, found.split, found.staggers, sm_budgets=found.sm_budgets)
+        again = evaluate(summary, profile, found.split, found.staggers, sm_budgets=found.sm_budgets)
         assert found.prediction == again
         assert sum(found.sm_budgets.values()) <= 132
         if found.sm_budgets:
@@ -88,30 +88,30 @@ def test_budgets_are_predicted_as_evaluate_does_and_chosen_only_if_faster(chance
 @settings(max_examples=12)
 @given(st.randoms(use_true_random=False), st.integers(1, 300), st.integers(1, 4))
 def test_result_is_between_the_bound_and_the_unsplit_program(chance, batch_size, num_stages):
-    outline = program(num_stages)
-    profile = random_table(chance, outline, batch_size)
-    result = search(outline, profile, batch_size)
+    summary = program(num_stages)
+    profile = random_table(chance, summary, batch_size)
+    result = search(summary, profile, batch_size)
     best = result.best.prediction.makespan_s
-    assert lower_bound(outline, profile, batch_size) <= best * (1 + 1e-9)
+    assert lower_bound(summary, profile, batch_size) <= best * (1 + 1e-9)
     assert best <= result.by_count[1].prediction.makespan_s * (1 + 1e-9)
 
 
 @settings(max_examples=12)
 @given(st.randoms(use_true_random=False), st.integers(2, 200))
 def test_candidates_predict_what_evaluate_does(chance, batch_size):
-    outline = program(3)
-    profile = random_table(chance, outline, batch_size)
-    result = search(outline, profile, batch_size)
+    summary = program(3)
+    profile = random_table(chance, summary, batch_size)
+    result = search(summary, profile, batch_size)
     for candidate in (*result.by_count.values(), result.runner_up):
-        again = evaluate(outline, profile, candidate.split, candidate.staggers)
+        again = evaluate(summary, profile, candidate.split, candidate.staggers)
         assert candidate.prediction == again
         assert candidate.split.batch_size == batch_size
 
 
 def test_large_batch_is_searched_within_its_evaluations():
-    outline = program(6, 12)
-    profile = random_table(random.Random(3), outline, 4096)
-    result = search(outline, profile, 4096, SearchOptions(max_evaluations=500))
+    summary = program(6, 12)
+    profile = random_table(random.Random(3), summary, 4096)
+    result = search(summary, profile, 4096, SearchOptions(max_evaluations=500))
     assert result.evaluations + result.bounds <= 500 + 4 * 91
     assert set(result.by_count) == {1, 2, 3}
 
@@ -191,28 +191,28 @@ def test_option_out_of_range_is_refused(option):
 
 
 def test_shuffled_rows_give_the_same_result():
-    outline = program(3)
-    profile = random_table(random.Random(6), outline, 200)
+    summary = program(3)
+    profile = random_table(random.Random(6), summary, 200)
     rows, pairs = list(profile.rows), list(profile.corun)
     random.Random(1).shuffle(rows)
     random.Random(2).shuffle(pairs)
     shuffled = Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
-    first, second = search(outline, profile, 200), search(outline, shuffled, 200)
+    first, second = search(summary, profile, 200), search(summary, shuffled, 200)
     assert first.digest == second.digest
     assert first.best == second.best
     assert first.trajectory == second.trajectory
 
 
 def test_digest_changes_with_program_table_and_options():
-    outline, other = program(2), program(2, num_blocks=4)
-    profile, changed = (random_table(random.Random(seed), outline, 32) for seed in (1, 2))
+    summary, other = program(2), program(2, num_blocks=4)
+    profile, changed = (random_table(random.Random(seed), summary, 32) for seed in (1, 2))
     digests = {
-        search(outline, profile, 32).digest,
+        search(summary, profile, 32).digest,
         search(other, profile, 32).digest,
-        search(outline, changed, 32).digest,
-        search(outline, profile, 31).digest,
-        search(outline, profile, 32, SearchOptions(epsilon=0.01)).digest,
-        search(outline, with_budgets(random.Random(1), outline, profile), 32).digest,
+        search(summary, changed, 32).digest,
+        search(summary, profile, 31).digest,
+        search(summary, profile, 32, SearchOptions(epsilon=0.01)).digest,
+        search(summary, with_budgets(random.Random(1), summary, profile), 32).digest,
     }
     assert len(digests) == 6
 

@@ -6,7 +6,7 @@ import pytest
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.planning.profiling import Outline, Profile
+from pbjax.planning.profiling import Profile, ProgramSummary
 from pbjax.planning.search import SearchOptions, best_staggers, search
 from pbjax.planning.throughput import evaluate
 from pbjax.planning.timetable import Split
@@ -75,7 +75,7 @@ def test_trajectory_ends_with_a_closed_window_or_saturation():
 
 
 GEMM, NORM = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
-PAIR = Outline(prologue=None, block=(GEMM, NORM), epilogue=None, num_blocks=4)
+PAIR = ProgramSummary(prologue=None, block=(GEMM, NORM), epilogue=None, num_blocks=4)
 SHARED = (92, 40)
 
 
@@ -127,21 +127,21 @@ def test_number_of_sub_batches_can_be_limited(most):
 
 
 def test_fixed_staggers_are_kept_and_the_sizes_fitted_to_them():
-    outline = program(3)
-    profile = random_table(random.Random(8), outline, 48)
-    result = search(outline, profile, 48, SearchOptions(staggers=(2, 0, 1)), policy="exhaustive")
-    free = search(outline, profile, 48, policy="exhaustive")
+    summary = program(3)
+    profile = random_table(random.Random(8), summary, 48)
+    result = search(summary, profile, 48, SearchOptions(staggers=(2, 0, 1)), policy="exhaustive")
+    free = search(summary, profile, 48, policy="exhaustive")
     assert [c.staggers for c in result.by_count.values()] == [(2,), (2, 0), (2, 0, 1)]
     assert result.best.prediction.makespan_s >= free.best.prediction.makespan_s * (1 - 1e-9)
 
 
 def test_fixed_staggers_give_the_best_order_of_sizes():
-    outline = program(3, num_blocks=2)
-    profile = random_table(random.Random(4), outline, 12)
+    summary = program(3, num_blocks=2)
+    profile = random_table(random.Random(4), summary, 12)
     options = SearchOptions(staggers=(2, 0), max_sub_batches=2)
-    found = search(outline, profile, 12, options).by_count[2].prediction.makespan_s
+    found = search(summary, profile, 12, options).by_count[2].prediction.makespan_s
     every = [
-        evaluate(outline, profile, Split(sizes=(b, 12 - b)), (2, 0)).makespan_s
+        evaluate(summary, profile, Split(sizes=(b, 12 - b)), (2, 0)).makespan_s
         for b in range(1, 12)
     ]
     assert found == pytest.approx(min(every))
@@ -153,12 +153,12 @@ def test_foreign_fixed_staggers_are_refused():
 
 
 def test_given_sizes_keep_their_order_and_get_the_best_staggers():
-    outline = program(3, num_blocks=2)
-    profile = random_table(random.Random(2), outline, 24)
+    summary = program(3, num_blocks=2)
+    profile = random_table(random.Random(2), summary, 24)
     split = Split(sizes=(3, 12, 9))
-    found = best_staggers(outline, profile, split)
+    found = best_staggers(summary, profile, split)
     every = [
-        evaluate(outline, profile, split, (a, b, c)).makespan_s
+        evaluate(summary, profile, split, (a, b, c)).makespan_s
         for a in range(3)
         for b in range(3)
         for c in range(3)

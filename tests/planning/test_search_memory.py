@@ -12,7 +12,7 @@ from pbjax.errors import MemoryBudgetError
 from pbjax.planning import search as search_module
 from pbjax.planning.candidates import Candidates
 from pbjax.planning.memory import TOGETHER, predicted_bytes
-from pbjax.planning.profiling import Outline
+from pbjax.planning.profiling import ProgramSummary
 from pbjax.planning.search import SearchOptions, best_staggers, search
 from pbjax.planning.timetable import Split
 from pbjax.tuning.choices import searched
@@ -20,8 +20,10 @@ from pbjax.tuning.measured_table import Measurements
 from tests.search_tables import program, random_table, stage, table, with_budgets
 
 WIDE, NARROW = stage("wide", held_bytes_per_row=100.0), stage("narrow", held_bytes_per_row=1.0)
-PROGRAM = Outline(prologue=None, block=(WIDE, NARROW), epilogue=None, num_blocks=2, weight_bytes=30)
-ENDS = Outline(
+PROGRAM = ProgramSummary(
+    prologue=None, block=(WIDE, NARROW), epilogue=None, num_blocks=2, weight_bytes=30
+)
+ENDS = ProgramSummary(
     prologue=stage("prologue", held_bytes_per_row=4.0),
     block=(WIDE, NARROW),
     epilogue=stage("epilogue", held_bytes_per_row=2.0),
@@ -37,18 +39,18 @@ ENDS = Outline(
 WHOLE, PARTS = 1000 + 8 * 50, 1600 + 8 * 50
 
 
-def with_memory(chance, outline):
+def with_memory(chance, summary):
     """The program with stages, inputs and outputs of random sizes."""
 
     def held(stage):
         return stage and replace(stage, held_bytes_per_row=chance.choice((0.0, 1.5, 40.0, 100.0)))
 
-    block = tuple(held(each) for each in outline.block)
+    block = tuple(held(each) for each in summary.block)
     return replace(
-        outline,
-        prologue=held(outline.prologue),
+        summary,
+        prologue=held(summary.prologue),
         block=block,
-        epilogue=held(outline.epilogue),
+        epilogue=held(summary.epilogue),
         weight_bytes=chance.randint(0, 100),
         stacked_weight_bytes=chance.randint(0, 50),
         input_bytes_per_row=chance.choice((0.0, 3.0)),
@@ -94,13 +96,13 @@ class EachChecked(Candidates):
     def _choices(self, count):
         if self.options.staggers is not None:
             return sorted(set(permutations(self.options.staggers[:count])))
-        stages = range(len(self.evaluator.outline.block))
+        stages = range(len(self.evaluator.summary.block))
         return [each for each in product(stages, repeat=count) if min(each) == 0]
 
     def _allowed(self, sizes):
-        limit, outline = self.options.memory_limit_bytes, self.evaluator.outline
+        limit, summary = self.options.memory_limit_bytes, self.evaluator.summary
         every = self.choices[len(sizes)]
-        return [each for each in every if predicted_bytes(outline, sizes, each) <= limit]
+        return [each for each in every if predicted_bytes(summary, sizes, each) <= limit]
 
 
 @settings(max_examples=15)
@@ -108,23 +110,23 @@ class EachChecked(Candidates):
 def test_search_finds_what_checking_every_candidate_does(
     chance, batch_size, num_stages, has_budgets
 ):
-    outline = with_memory(chance, program(num_stages, chance.choice((1, 4)), chance.random() < 0.5))
-    profile = random_table(chance, outline, batch_size)
+    summary = with_memory(chance, program(num_stages, chance.choice((1, 4)), chance.random() < 0.5))
+    profile = random_table(chance, summary, batch_size)
     if has_budgets:
-        profile = with_budgets(chance, outline, profile)
-    whole = predicted_bytes(outline, (batch_size,), (0,))
+        profile = with_budgets(chance, summary, profile)
+    whole = predicted_bytes(summary, (batch_size,), (0,))
     limit = round(whole * chance.uniform(0.5, 2.5))
     options = SearchOptions(memory_limit_bytes=limit)
-    found, error = attempt(lambda: search(outline, profile, batch_size, options))
+    found, error = attempt(lambda: search(summary, profile, batch_size, options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "Candidates", EachChecked)
-        expected, expected_error = attempt(lambda: search(outline, profile, batch_size, options))
+        expected, expected_error = attempt(lambda: search(summary, profile, batch_size, options))
     assert error == expected_error
     if found:
         assert found.best == expected.best
         assert found.by_count == expected.by_count
         for each in found.by_count.values():
-            assert predicted_bytes(outline, each.split.sizes, each.staggers) <= limit
+            assert predicted_bytes(summary, each.split.sizes, each.staggers) <= limit
 
 
 def attempt(run):
@@ -138,12 +140,12 @@ def attempt(run):
 @settings(max_examples=15)
 @given(st.randoms(use_true_random=False), st.integers(2, 16), st.integers(1, 3))
 def test_small_batches_get_the_exhaustive_optimum_within_the_limit(chance, batch_size, num_stages):
-    outline = with_memory(chance, program(num_stages, chance.choice((1, 4))))
-    profile = random_table(chance, outline, batch_size)
-    whole = predicted_bytes(outline, (batch_size,), (0,))
+    summary = with_memory(chance, program(num_stages, chance.choice((1, 4))))
+    profile = random_table(chance, summary, batch_size)
+    whole = predicted_bytes(summary, (batch_size,), (0,))
     options = SearchOptions(memory_limit_bytes=round(whole * chance.uniform(0.5, 2.5)))
-    window, error = attempt(lambda: search(outline, profile, batch_size, options))
-    exhaustive, said = attempt(lambda: search(outline, profile, batch_size, options, "exhaustive"))
+    window, error = attempt(lambda: search(summary, profile, batch_size, options))
+    exhaustive, said = attempt(lambda: search(summary, profile, batch_size, options, "exhaustive"))
     assert error == said
     assert error or window.best == exhaustive.best
 
@@ -154,13 +156,13 @@ def test_small_batches_get_the_exhaustive_optimum_within_the_limit(chance, batch
     st.lists(st.integers(1, 30), min_size=2, max_size=3),
 )
 def test_sub_batches_in_turns_take_no_more_than_staggered(chance, num_stages, sizes):
-    outline = with_memory(chance, program(num_stages))
+    summary = with_memory(chance, program(num_stages))
     none, last = [0] * len(sizes), [*[0] * (len(sizes) - 1), 1]
-    staggered = predicted_bytes(outline, sizes, last)
-    assert predicted_bytes(outline, sizes, none) <= staggered
+    staggered = predicted_bytes(summary, sizes, last)
+    assert predicted_bytes(summary, sizes, none) <= staggered
     # Which candidates are left out before their sizes are known rests on this.
     assert staggered == predicted_bytes(
-        outline, [sum(sizes) - len(sizes) + 1, *[1] * (len(sizes) - 1)], last
+        summary, [sum(sizes) - len(sizes) + 1, *[1] * (len(sizes) - 1)], last
     )
 
 
@@ -191,30 +193,30 @@ def test_given_sizes_over_the_limit_are_refused():
 def test_splits_are_searched_within_the_memory_of_the_device():
     profile = table(PROGRAM, {2: 1.0, 8: 1.0})
     measurements = Measurements(
-        profile=profile, outline=PROGRAM, relabelled=PROGRAM, rows_measured=0, warning=""
+        profile=profile, summary=PROGRAM, relabelled=PROGRAM, rows_measured=0, warning=""
     )
     free, tight, none = (searched(measurements, 8, room) for room in (10**9, 900, 100))
     assert free.search == replace(search(PROGRAM, profile, 8), seconds=free.search.seconds)
     needed = [
-        max(predicted_bytes(PROGRAM, w.sizes, w.staggers) for w in c.ways) for c in (free, tight)
+        max(predicted_bytes(PROGRAM, w.sizes, w.staggers) for w in c.specs) for c in (free, tight)
     ]
     assert needed[0] > 900 >= needed[1]
-    assert [len(way.sizes) for way in tight.ways] == [2, 3]
+    assert [len(spec.sizes) for spec in tight.specs] == [2, 3]
     assert tight.search.dropped > 0
     assert tight.unsplit_s == free.unsplit_s
     # Nothing is predicted to fit: what the compiled programs need decides.
-    assert none.ways == free.ways
+    assert none.specs == free.specs
 
 
 def test_batch_of_which_no_split_is_predicted_to_fit_says_so():
     heavy = replace(PROGRAM, stacked_weight_bytes=10_000)
     measurements = Measurements(
         profile=table(heavy, {2: 1.0, 8: 1.0}),
-        outline=heavy,
+        summary=heavy,
         relabelled=heavy,
         rows_measured=0,
         warning="",
     )
     choice = searched(measurements, 8, 5000)
-    assert choice.ways == ()
+    assert choice.specs == ()
     assert choice.reason == "no split is predicted to fit in 5e-06 GB"

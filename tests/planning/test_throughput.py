@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.planning.profiling import Outline, Profile
+from pbjax.planning.profiling import Profile, ProgramSummary
 from pbjax.planning.throughput import Evaluator, evaluate, lower_bound
 from pbjax.planning.timetable import Split, timetable
 from tests.search_tables import PROVENANCE, corun, row, stage
@@ -50,7 +50,7 @@ def cases(draw):
 
 
 def build(case):
-    outline = Outline(
+    summary = ProgramSummary(
         prologue=stage("prologue") if "prologue" in case["ends"] else None,
         block=tuple(stage(name) for name in case["names"]),
         epilogue=stage("epilogue") if "epilogue" in case["ends"] else None,
@@ -64,10 +64,10 @@ def build(case):
     pairs = [
         corun(stage(a), stage(b), sizes, slow) for ((a, b), sizes), slow in case["pairs"].items()
     ]
-    return outline, Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
+    return summary, Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
-def simulated(outline, profile, sizes, staggers, budget_of=lambda profile, stage: 0):
+def simulated(summary, profile, sizes, staggers, budget_of=lambda profile, stage: 0):
     """The sum over the slots, read off the timetable task by task."""
 
     def saving(first, second):
@@ -75,9 +75,9 @@ def simulated(outline, profile, sizes, staggers, budget_of=lambda profile, stage
         budgets = [budget_of(profile, stage) if apart else 0 for stage, _ in (first, second)]
         return profile.pair_saving(first, second, tuple(budgets))
 
-    chain = (outline.prologue, *outline.block, outline.epilogue)
+    chain = (summary.prologue, *summary.block, summary.epilogue)
     total = 0.0
-    for slot in timetable(outline, staggers).slots():
+    for slot in timetable(summary, staggers).slots():
         tasks = [(chain[task.stage + 1], sizes[task.sub_batch]) for task in slot]
         times = [profile.seconds(stage, size) for stage, size in tasks]
         saved = sum(
@@ -110,8 +110,8 @@ def budget_cases(draw):
 
 
 def build_within(case):
-    outline, profile = build(case)
-    block = tuple(stage(each.name, CLASSES[each.name]) for each in outline.block)
+    summary, profile = build(case)
+    block = tuple(stage(each.name, CLASSES[each.name]) for each in summary.block)
     budgets = {name: BUDGETS[CLASSES[name]] for name in case["within"]}
     rows = [
         row(stage(name), size, seconds, budgets[name])
@@ -123,7 +123,7 @@ def build_within(case):
         for ((a, b), sizes), slow in case["shared"].items()
     ]
     more = {"rows": (*profile.rows, *rows), "corun": (*profile.corun, *pairs)}
-    return replace(outline, block=block), replace(profile, **more)
+    return replace(summary, block=block), replace(profile, **more)
 
 
 def budget_of(profile, stage):
@@ -133,76 +133,76 @@ def budget_of(profile, stage):
 
 @given(budget_cases())
 def test_makespan_within_budgets_is_the_sum_over_the_slots(case):
-    outline, profile = build_within(case)
+    summary, profile = build_within(case)
     prediction = evaluate(
-        outline, profile, Split(sizes=case["split"]), case["staggers"], sm_budgets=BUDGETS
+        summary, profile, Split(sizes=case["split"]), case["staggers"], sm_budgets=BUDGETS
     )
-    expected = simulated(outline, profile, case["split"], case["staggers"], budget_of)
+    expected = simulated(summary, profile, case["split"], case["staggers"], budget_of)
     assert prediction.makespan_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(budget_cases())
 def test_no_split_within_budgets_beats_the_lower_bound(case):
-    outline, profile = build_within(case)
+    summary, profile = build_within(case)
     split = Split(sizes=case["split"])
-    prediction = evaluate(outline, profile, split, case["staggers"], sm_budgets=BUDGETS)
-    bound = lower_bound(outline, profile, split.batch_size)
+    prediction = evaluate(summary, profile, split, case["staggers"], sm_budgets=BUDGETS)
+    bound = lower_bound(summary, profile, split.batch_size)
     assert bound <= prediction.makespan_s * (1 + 1e-9) + 1e-12
 
 
 @given(budget_cases())
 def test_budgets_change_nothing_where_no_stage_was_measured_at_them(case):
-    outline, profile = build_within(case)
+    summary, profile = build_within(case)
     split, budgets = Split(sizes=case["split"]), {"TENSOR": 91, "CUDA": 7}
-    found = evaluate(outline, profile, split, case["staggers"], sm_budgets=budgets)
-    assert found == evaluate(outline, profile, split, case["staggers"])
+    found = evaluate(summary, profile, split, case["staggers"], sm_budgets=budgets)
+    assert found == evaluate(summary, profile, split, case["staggers"])
 
 
 @given(cases())
 def test_makespan_is_the_sum_over_the_slots(case):
-    outline, profile = build(case)
-    prediction = evaluate(outline, profile, Split(sizes=case["split"]), case["staggers"])
-    expected = simulated(outline, profile, case["split"], case["staggers"])
+    summary, profile = build(case)
+    prediction = evaluate(summary, profile, Split(sizes=case["split"]), case["staggers"])
+    expected = simulated(summary, profile, case["split"], case["staggers"])
     assert prediction.makespan_s == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(cases())
 def test_no_split_beats_the_lower_bound(case):
-    outline, profile = build(case)
-    prediction = evaluate(outline, profile, Split(sizes=case["split"]), case["staggers"])
-    bound = lower_bound(outline, profile, sum(case["split"]))
+    summary, profile = build(case)
+    prediction = evaluate(summary, profile, Split(sizes=case["split"]), case["staggers"])
+    bound = lower_bound(summary, profile, sum(case["split"]))
     assert prediction.makespan_s >= bound * (1 - 1e-9)
 
 
 @given(cases())
 def test_one_sub_batch_takes_what_the_unsplit_program_takes(case):
-    outline, profile = build(case)
+    summary, profile = build(case)
     size = case["split"][0]
-    prediction = evaluate(outline, profile, Split(sizes=(size,)), case["staggers"][:1])
-    ends = [each for each in (outline.prologue, outline.epilogue) if each]
+    prediction = evaluate(summary, profile, Split(sizes=(size,)), case["staggers"][:1])
+    ends = [each for each in (summary.prologue, summary.epilogue) if each]
     baseline = sum(profile.seconds(each, size) for each in ends)
-    baseline += outline.num_blocks * sum(profile.seconds(each, size) for each in outline.block)
+    baseline += summary.num_blocks * sum(profile.seconds(each, size) for each in summary.block)
     assert prediction.makespan_s == pytest.approx(baseline)
     assert prediction.balance == 1.0
 
 
 @given(cases(), st.randoms(use_true_random=False))
 def test_order_of_the_rows_changes_nothing(case, shuffler):
-    outline, profile = build(case)
+    summary, profile = build(case)
     rows, pairs = list(profile.rows), list(profile.corun)
     shuffler.shuffle(rows)
     shuffler.shuffle(pairs)
     shuffled = Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
     split, staggers = Split(sizes=case["split"]), case["staggers"]
-    assert evaluate(outline, profile, split, staggers) == evaluate(
-        outline, shuffled, split, staggers
+    assert evaluate(summary, profile, split, staggers) == evaluate(
+        summary, shuffled, split, staggers
     )
 
 
 @given(cases())
 def test_order_of_the_sub_batches_changes_nothing(case):
-    outline, profile = build(case)
-    evaluator = Evaluator(outline, profile)
+    summary, profile = build(case)
+    evaluator = Evaluator(summary, profile)
     forth = evaluator.makespan(case["split"], case["staggers"])
     back = evaluator.makespan(case["split"][::-1], case["staggers"][::-1])
     assert forth == pytest.approx(back)
@@ -210,9 +210,9 @@ def test_order_of_the_sub_batches_changes_nothing(case):
 
 @given(cases(), st.integers(0, 4))
 def test_running_all_sub_batches_further_ahead_changes_nothing(case, shift):
-    outline, profile = build(case)
-    evaluator = Evaluator(outline, profile)
-    room = len(outline.block) - 1 - max(case["staggers"])
+    summary, profile = build(case)
+    evaluator = Evaluator(summary, profile)
+    room = len(summary.block) - 1 - max(case["staggers"])
     shifted = tuple(stagger + min(shift, room) for stagger in case["staggers"])
     makespan = evaluator.makespan(case["split"], case["staggers"])
     assert evaluator.makespan(case["split"], shifted) == pytest.approx(makespan)
@@ -221,15 +221,15 @@ def test_running_all_sub_batches_further_ahead_changes_nothing(case, shift):
 @given(cases())
 def test_pair_totals_never_promise_less_than_the_makespan_saves(case):
     """What the search discards by this bound cannot have been better."""
-    outline, profile = build(case)
-    evaluator, sizes, staggers = Evaluator(outline, profile), case["split"], case["staggers"]
-    last = len(outline.block) - 1
+    summary, profile = build(case)
+    evaluator, sizes, staggers = Evaluator(summary, profile), case["split"], case["staggers"]
+    last = len(summary.block) - 1
     promised = sum(
         evaluator.pair_totals(sizes[j], sizes[k])[staggers[j] - staggers[k] + last]
         for k in range(len(sizes))
         for j in range(k)
     )
-    alone = sum(evaluator.chain_seconds(size) for size in sizes)
+    alone = sum(evaluator.path_seconds(size) for size in sizes)
     makespan = evaluator.makespan(sizes, staggers)
     assert alone - promised <= makespan + 1e-9
     if len(sizes) == 2:
@@ -238,16 +238,16 @@ def test_pair_totals_never_promise_less_than_the_makespan_saves(case):
 
 @given(cases())
 def test_evaluator_that_is_kept_predicts_what_a_fresh_one_does(case):
-    outline, profile = build(case)
-    kept = Evaluator(outline, profile)
+    summary, profile = build(case)
+    kept = Evaluator(summary, profile)
     split, staggers = Split(sizes=case["split"]), case["staggers"]
     kept.evaluate(Split(sizes=(5, 5, 5)), (0, 0, 0))
     kept.evaluate(split, staggers)
-    assert kept.evaluate(split, staggers) == evaluate(outline, profile, split, staggers)
+    assert kept.evaluate(split, staggers) == evaluate(summary, profile, split, staggers)
 
 
 A, B = stage("a", ResourceClass.TENSOR), stage("b", ResourceClass.MEMORY)
-OUTLINE = Outline(prologue=None, block=(A, B), epilogue=None, num_blocks=3)
+OUTLINE = ProgramSummary(prologue=None, block=(A, B), epilogue=None, num_blocks=3)
 ROWS = (row(A, 2, 1.0), row(A, 8, 4.0), row(B, 2, 1.0), row(B, 8, 4.0))
 
 
@@ -274,7 +274,7 @@ def test_nothing_overlaps_that_was_not_measured_to():
 
 def test_two_stages_within_budgets_by_hand():
     gemm, norm = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
-    outline = Outline(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
+    summary = ProgramSummary(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
     alone = [row(s, b, t * b) for s, t in ((gemm, 1.0), (norm, 0.5)) for b in (2, 60)]
     within = [row(gemm, b, 1.2 * b, 92) for b in (2, 60)] + [
         row(norm, b, 1.0 * b, 40) for b in (2, 60)
@@ -282,22 +282,22 @@ def test_two_stages_within_budgets_by_hand():
     pair = corun(gemm, norm, (8, 8), (1.05, 1.1), (92, 40))
     profile = Profile(provenance=PROVENANCE, rows=(*alone, *within), corun=(pair,))
     budgets = {"TENSOR": 92, "MEMORY": 40}
-    for staggers, meetings in (((0, 0), 0), ((0, 1), 1)):
-        found = evaluate(outline, profile, Split(sizes=(8, 8)), staggers, sm_budgets=budgets)
+    for staggers, offsets in (((0, 0), 0), ((0, 1), 1)):
+        found = evaluate(summary, profile, Split(sizes=(8, 8)), staggers, sm_budgets=budgets)
         # Where they meet, 8 + 4 s become 8 x 1.2 x 1.05 s.
-        assert found.makespan_s == pytest.approx(24 - meetings * (12 - 10.08))
-    whole = evaluate(outline, profile, Split(sizes=(16,)), (0,), sm_budgets=budgets)
+        assert found.makespan_s == pytest.approx(24 - offsets * (12 - 10.08))
+    whole = evaluate(summary, profile, Split(sizes=(16,)), (0,), sm_budgets=budgets)
     assert whole.makespan_s == pytest.approx(24)
 
 
 def test_pair_that_was_not_measured_is_slower_within_budgets():
     gemm, norm = stage("gemm", ResourceClass.TENSOR), stage("norm", ResourceClass.MEMORY)
-    outline = Outline(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
+    summary = ProgramSummary(prologue=None, block=(gemm, norm), epilogue=None, num_blocks=1)
     rows = [row(s, b, 1.0 * b) for s in (gemm, norm) for b in (2, 60)]
     rows += [row(gemm, b, 1.5 * b, 92) for b in (2, 60)]
     profile = Profile(provenance=PROVENANCE, rows=tuple(rows))
     found = evaluate(
-        outline, profile, Split(sizes=(8, 8)), (0, 1), sm_budgets={"TENSOR": 92, "MEMORY": 40}
+        summary, profile, Split(sizes=(8, 8)), (0, 1), sm_budgets={"TENSOR": 92, "MEMORY": 40}
     )
     assert found.makespan_s == pytest.approx(32 + 4)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.planning.program_summary import Outline, StageInfo
+from pbjax.planning.program_summary import ProgramSummary, StageInfo
 from pbjax.planning.timetable import PROLOGUE, Split, Task, timetable
 
 
@@ -36,31 +36,31 @@ def programs(draw):
 
 def build(program):
     num_stages, num_blocks, (has_prologue, has_epilogue), staggers = program
-    outline = Outline(
+    summary = ProgramSummary(
         prologue=stage("prologue") if has_prologue else None,
         block=tuple(stage(f"s{i}") for i in range(num_stages)),
         epilogue=stage("epilogue") if has_epilogue else None,
         num_blocks=num_blocks,
     )
-    return outline, staggers
+    return summary, staggers
 
 
-def chain(outline):
+def chain(summary):
     """What one sub-batch has to run, in order."""
-    stages = range(len(outline.block))
-    prologue = [(0, PROLOGUE)] if outline.prologue else []
-    epilogue = [(outline.num_blocks - 1, len(outline.block))] if outline.epilogue else []
-    body = [(block, index) for block in range(outline.num_blocks) for index in stages]
+    stages = range(len(summary.block))
+    prologue = [(0, PROLOGUE)] if summary.prologue else []
+    epilogue = [(summary.num_blocks - 1, len(summary.block))] if summary.epilogue else []
+    body = [(block, index) for block in range(summary.num_blocks) for index in stages]
     return prologue + body + epilogue
 
 
 @given(programs())
 def test_every_sub_batch_runs_its_whole_chain_in_order(program):
-    outline, staggers = build(program)
-    slots = list(timetable(outline, staggers).slots())
+    summary, staggers = build(program)
+    slots = list(timetable(summary, staggers).slots())
     for j in range(len(staggers)):
         ran = [(task.block, task.stage) for slot in slots for task in slot if task.sub_batch == j]
-        assert ran == chain(outline)
+        assert ran == chain(summary)
 
 
 @given(programs())
@@ -73,29 +73,29 @@ def test_a_slot_holds_at_most_one_task_of_a_sub_batch_and_is_never_empty(program
 
 @given(programs())
 def test_every_sub_batch_is_busy_without_gaps(program):
-    outline, staggers = build(program)
-    slots = list(timetable(outline, staggers).slots())
+    summary, staggers = build(program)
+    slots = list(timetable(summary, staggers).slots())
     for j in range(len(staggers)):
         busy = [i for i, slot in enumerate(slots) if any(task.sub_batch == j for task in slot)]
-        assert busy == list(range(busy[0], busy[0] + outline.num_stages_total))
+        assert busy == list(range(busy[0], busy[0] + summary.num_stages_total))
 
 
 @given(programs())
 def test_steady_step_is_written_once_whatever_the_number_of_blocks(program):
-    outline, staggers = build(program)
-    table = timetable(outline, staggers)
-    assert len(table.steady) == len(outline.block)
+    summary, staggers = build(program)
+    table = timetable(summary, staggers)
+    assert len(table.steady) == len(summary.block)
     assert all(task.block in (0, 1) for slot in table.steady for task in slot)
 
 
 def test_staggered_block_of_three_is_laid_out_as_drawn():
-    outline = Outline(
+    summary = ProgramSummary(
         prologue=stage("in"),
         block=(stage("a"), stage("b"), stage("c")),
         epilogue=stage("out"),
         num_blocks=2,
     )
-    table = timetable(outline, (0, 2))
+    table = timetable(summary, (0, 2))
     drawn = [[(task.sub_batch, task.stage, task.block) for task in slot] for slot in table.slots()]
     assert drawn == [
         [(1, -1, 0)],
@@ -112,17 +112,19 @@ def test_staggered_block_of_three_is_laid_out_as_drawn():
 
 
 def test_one_stage_without_ends_is_one_slot():
-    outline = Outline(prologue=None, block=(stage("only"),), epilogue=None, num_blocks=1)
-    table = timetable(outline, (0,))
+    summary = ProgramSummary(prologue=None, block=(stage("only"),), epilogue=None, num_blocks=1)
+    table = timetable(summary, (0,))
     assert list(table.slots()) == [(Task(sub_batch=0, stage=0, block=0),)]
     assert table.fill == ()
 
 
 @pytest.mark.parametrize("staggers", [(), (0, 0, 0, 0), (-1,), (0, 2)])
 def test_foreign_staggers_are_refused(staggers):
-    outline = Outline(prologue=None, block=(stage("a"), stage("b")), epilogue=None, num_blocks=1)
+    summary = ProgramSummary(
+        prologue=None, block=(stage("a"), stage("b")), epilogue=None, num_blocks=1
+    )
     with pytest.raises(InputError, match=r"staggers from 0 to 1 are allowed"):
-        timetable(outline, staggers)
+        timetable(summary, staggers)
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (4, 0), (1, 1, 1, 1), (3, -1)])
@@ -137,11 +139,11 @@ def test_split_adds_up_to_the_batch():
 
 def test_outline_without_stages_is_refused():
     with pytest.raises(InputError, match=r"0 stages"):
-        Outline(prologue=None, block=(), epilogue=None, num_blocks=1)
+        ProgramSummary(prologue=None, block=(), epilogue=None, num_blocks=1)
 
 
 def test_equal_stages_are_measured_once():
     a, b = stage("a"), stage("b")
-    outline = Outline(prologue=None, block=(a, b, a), epilogue=b, num_blocks=12)
-    assert outline.stages == (a, b)
-    assert outline.num_stages_total == 37
+    summary = ProgramSummary(prologue=None, block=(a, b, a), epilogue=b, num_blocks=12)
+    assert summary.stages == (a, b)
+    assert summary.num_stages_total == 37

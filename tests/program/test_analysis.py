@@ -182,4 +182,4 @@ def test_smallest_batches_are_taken_apart_alike(batch_size):
     found = analyse(lambda x: jnp.tanh(x @ W), tokens(batch_size), device=DEVICE)
     assert found.fingerprint == base.fingerprint
     assert found.batch.batch_size == batch_size
-    assert [s.name for s in found.outline.stages] == [s.name for s in base.outline.stages]
+    assert [s.name for s in found.summary.stages] == [s.name for s in base.summary.stages]

@@ -59,7 +59,7 @@ def test_stage_reads_only_what_is_there(analysis):
 
 
 def test_there_are_as_many_stages_as_sub_batches_may_be(analysis):
-    assert len(analysis.outline.block) >= 3
+    assert len(analysis.summary.block) >= 3
 
 
 def test_names_are_unique(analysis):
@@ -111,8 +111,8 @@ def test_cutting_does_not_depend_on_the_batch_size(analysis):
 def test_fingerprints_do_not_depend_on_the_batch_size(name):
     few, many = analysed(NETWORKS[name](3), 4), analysed(NETWORKS[name](3), 9)
     assert few.fingerprint == many.fingerprint
-    assert [s.fingerprint for s in few.outline.stages] == [
-        s.fingerprint for s in many.outline.stages
+    assert [s.fingerprint for s in few.summary.stages] == [
+        s.fingerprint for s in many.summary.stages
     ]
 
 
@@ -143,13 +143,13 @@ def test_fingerprint_depends_on_the_operations(other):
 def test_number_of_layers_changes_the_model_and_not_its_stages():
     two, many = analysed(NETWORKS["function_loop"](2), 4), analysed(NETWORKS["function_loop"](9), 4)
     assert two.fingerprint != many.fingerprint
-    assert two.outline.stages == many.outline.stages
-    assert (two.outline.num_blocks, many.outline.num_blocks) == (2, 9)
+    assert two.summary.stages == many.summary.stages
+    assert (two.summary.num_blocks, many.summary.num_blocks) == (2, 9)
 
 
 def test_stage_figures_are_those_of_one_row():
     few, many = analysed(NETWORKS["function_loop"](2), 4), analysed(NETWORKS["function_loop"](2), 8)
-    for a, b in zip(few.outline.stages, many.outline.stages, strict=True):
+    for a, b in zip(few.summary.stages, many.summary.stages, strict=True):
         assert a == replace(b, flops_per_row=a.flops_per_row)
         assert a.flops_per_row == pytest.approx(b.flops_per_row)
 
@@ -166,7 +166,7 @@ def test_scopes_of_the_model_name_its_stages():
                     x = x + jnp.tanh(y @ up) @ down
         return x
 
-    names = {s.name.split(".")[0] for s in analyse(model, tokens(64), device=DEVICE).outline.block}
+    names = {s.name.split(".")[0] for s in analyse(model, tokens(64), device=DEVICE).summary.block}
     assert names <= {"mix", "mlp"}
     assert "mlp" in names
 

@@ -10,8 +10,8 @@ from pbjax.graph.trace import trace
 from pbjax.planning.memory import predicted_bytes
 from pbjax.program.analysis import PROBE_SIZE, analyse
 from pbjax.program.fused_costs import held_bytes
-from pbjax.program.summarize import outline
-from pbjax.runtime.compilation import PackedWeights, Way, lower_split, lower_unsplit
+from pbjax.program.summarize import summary
+from pbjax.runtime.compilation import PackedWeights, ProgramSpec, lower_split, lower_unsplit
 
 DEVICE = find_device("nvidia-h200")
 DIM, TOKENS, BATCH = 32, 48, 12
@@ -89,7 +89,7 @@ def model(request):
 def test_weights_inputs_outputs_and_what_blocks_hand_on_are_counted(model):
     analysis, _, vocabulary = model
     layers = 4 * (4 * (12 * DIM * DIM + DIM * 11))
-    found = analysis.outline
+    found = analysis.summary
     assert found.weight_bytes == 4 * vocabulary * DIM + layers
     assert found.stacked_weight_bytes == layers
     assert found.input_bytes_per_row == 4 * TOKENS
@@ -101,29 +101,29 @@ def test_weights_inputs_outputs_and_what_blocks_hand_on_are_counted(model):
 def test_fullest_stage_of_the_block_holds_scores_and_probabilities(model):
     analysis, *_ = model
     x, scores = 4 * TOKENS * DIM, 4 * 4 * TOKENS * TOKENS
-    fullest = max(stage.held_bytes_per_row for stage in analysis.outline.block)
+    fullest = max(stage.held_bytes_per_row for stage in analysis.summary.block)
     # The values, or all three heads' inputs, are there too.
     assert 2 * scores + x < fullest <= 2 * scores + 5 * x
 
 
 def test_unsplit_program_is_predicted_within_a_third_of_what_is_compiled(model):
     analysis, leaves, _ = model
-    lowered = lower_unsplit(analysis, leaves, Way(sizes=(BATCH,), staggers=(0,)))
+    lowered = lower_unsplit(analysis, leaves, ProgramSpec(sizes=(BATCH,), staggers=(0,)))
     needed = lowered.finish(*lowered.compile()).needed_bytes
-    assert 2 / 3 < predicted_bytes(analysis.outline, (BATCH,), (0,)) / needed < 3 / 2
+    assert 2 / 3 < predicted_bytes(analysis.summary, (BATCH,), (0,)) / needed < 3 / 2
 
 
 @pytest.mark.parametrize(("sizes", "staggers"), [((8, 4), (0, 1)), ((5, 4, 3), (2, 1, 0))])
 def test_staggered_program_fits_into_what_is_predicted(model, sizes, staggers):
     analysis, leaves, _ = model
-    way = Way(sizes=sizes, staggers=staggers)
-    lowered = lower_split(analysis, PackedWeights(analysis), leaves, way)
+    spec = ProgramSpec(sizes=sizes, staggers=staggers)
+    lowered = lower_split(analysis, PackedWeights(analysis), leaves, spec)
     needed = lowered.finish(*lowered.compile()).needed_bytes
-    assert needed <= predicted_bytes(analysis.outline, sizes, staggers) < 2 * needed
+    assert needed <= predicted_bytes(analysis.summary, sizes, staggers) < 2 * needed
 
 
 def test_row_of_any_batch_holds_the_same(model):
     analysis, *_ = model
     program_at = analysis.program_at
-    small, large = (outline(program_at(b), program_at(PROBE_SIZE), b) for b in (4, 24))
+    small, large = (summary(program_at(b), program_at(PROBE_SIZE), b) for b in (4, 24))
     assert small == large

@@ -26,11 +26,11 @@ def cases(draw):
 
 def split_program(analysis, sizes, staggers, unroll=1):
     programs = tuple(analysis.program_at(measured_size(size)) for size in sizes)
-    num_stages = len(analysis.outline.block)
+    num_stages = len(analysis.summary.block)
     return SplitProgram(
         programs=programs,
         sizes=sizes,
-        timetable=timetable(analysis.outline, tuple(o % num_stages for o in staggers)),
+        timetable=timetable(analysis.summary, tuple(o % num_stages for o in staggers)),
         layout=WeightLayout.of(programs[0]),
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,

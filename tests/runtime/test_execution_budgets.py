@@ -41,7 +41,7 @@ def split_program(analysis, sizes, staggers, sm_budgets):
     return SplitProgram(
         programs=programs,
         sizes=sizes,
-        timetable=timetable(analysis.outline, staggers),
+        timetable=timetable(analysis.summary, staggers),
         layout=WeightLayout.of(programs[0]),
         in_axes=analysis.batch.axes,
         out_axes=analysis.out_axes,
@@ -80,7 +80,7 @@ def test_split_programs_with_budgets_equal_the_unsplit_one(analysis, sizes, stag
 
 
 def test_budgets_hold_in_slots_of_several_classes_only(analysis):
-    classes = [stage.resource for stage in analysis.outline.block]
+    classes = [stage.resource for stage in analysis.summary.block]
     ahead = next(i for i, resource in enumerate(classes) if resource != classes[0])
     grids = {}
     for staggers in ((ahead, 0), (0, 0)):

@@ -56,21 +56,21 @@ def run_once(monkeypatch):
 )
 def test_every_stage_runs_at_every_size(run_once, name, size):
     _, _, analysis, timer = stage_timer(name, 4)
-    for stage in analysis.outline.stages:
+    for stage in analysis.summary.stages:
         assert timer(Run(stage=stage, batch_size=size)).median_s == 2.0
-    assert len(run_once) == len(analysis.outline.stages)
+    assert len(run_once) == len(analysis.summary.stages)
 
 
 def test_stages_are_fed_with_what_the_stages_before_them_computed(run_once):
     network, inputs, analysis, timer = stage_timer("no_repetition", 4)
-    timer(Run(stage=analysis.outline.block[-1], batch_size=4))
+    timer(Run(stage=analysis.summary.block[-1], batch_size=4))
     ((_, (results,)),) = run_once
     assert_close(results[-1], network.direct(*inputs), reduction=12, roundings=4)
 
 
 def test_smaller_sub_batch_gets_the_first_rows(run_once):
     _, (x,), analysis, timer = stage_timer("no_repetition", 4)
-    timer(Run(stage=analysis.outline.block[0], batch_size=2))
+    timer(Run(stage=analysis.summary.block[0], batch_size=2))
     (((args,), _),) = run_once
     fed = [a for a in args if a.shape == x[:2].shape]
     np.testing.assert_array_equal(fed[0], x[:2])
@@ -78,7 +78,7 @@ def test_smaller_sub_batch_gets_the_first_rows(run_once):
 
 def test_pair_runs_both_stages_in_one_program(run_once):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.outline.block]
+    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.summary.block]
     assert timer.pair(first, second).median_s == 2.0
     ((_, both),) = run_once
     for run, together in zip((first, second), both, strict=True):
@@ -90,7 +90,7 @@ def test_pair_runs_both_stages_in_one_program(run_once):
 
 def test_what_is_prepared_is_not_compiled_again(run_once, monkeypatch):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    runs = [Run(stage=stage, batch_size=2) for stage in analysis.outline.stages]
+    runs = [Run(stage=stage, batch_size=2) for stage in analysis.summary.stages]
     seen = []
     timer.prepare([(run,) for run in runs], lambda *state: seen.append(state))
     assert seen[-1][:2] == (len(runs), len(runs))
@@ -107,13 +107,13 @@ def test_stage_that_cannot_be_compiled_is_not_swallowed(monkeypatch):
 
     monkeypatch.setattr(stage_timing, "_compile", refuse)
     with pytest.raises(DeviceError, match="no such kernel"):
-        timer(Run(stage=analysis.outline.block[0], batch_size=2))
+        timer(Run(stage=analysis.summary.block[0], batch_size=2))
 
 
 @pytest.mark.parametrize(("mark", "alone"), [("module", True), ("no such text", False)])
 def test_programs_with_cudnn_run_when_no_other_does(monkeypatch, mark, alone):
     *_, analysis, timer = stage_timer("no_repetition", 4)
-    runs = [(Run(stage=stage, batch_size=2),) for stage in analysis.outline.stages]
+    runs = [(Run(stage=stage, batch_size=2),) for stage in analysis.summary.stages]
     threads = []
     monkeypatch.setattr(stage_timing, "CUDNN", mark)
     monkeypatch.setattr(stage_timing, "_run_once", lambda *_: threads.append(current_thread()))
@@ -124,7 +124,7 @@ def test_programs_with_cudnn_run_when_no_other_does(monkeypatch, mark, alone):
 
 def test_real_clock_gives_positive_seconds():
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    found = timer(Run(stage=analysis.outline.block[0], batch_size=4))
+    found = timer(Run(stage=analysis.summary.block[0], batch_size=4))
     assert 0 < found.median_s < 1
     assert found.spread_s >= 0
     assert found.samples == SAMPLES
@@ -135,7 +135,7 @@ def test_no_weight_is_copied_for_a_size(run_once):
     shapes = {weight.shape for weight in analysis.weights}
     own = {id(weight) for weight in analysis.weights}
     for size in (2, 3, 4, 6):
-        for stage in analysis.outline.block:
+        for stage in analysis.summary.block:
             timer(Run(stage=stage, batch_size=size))
     read = [arg for (args,), _ in run_once for arg in args if arg.shape in shapes]
     assert read
@@ -143,37 +143,37 @@ def test_no_weight_is_copied_for_a_size(run_once):
 
 
 @pytest.fixture
-def companies(monkeypatch):
+def loads(monkeypatch):
     """As on a GPU, without one: the company and the jobs of each trace."""
     seen = []
 
-    def run(company, jobs):
-        seen.append((company, jobs))
+    def run(load, jobs):
+        seen.append((load, jobs))
         return [
             Timing(median_s=float(place), spread_s=0.0, samples=5) for place in range(len(jobs))
         ]
 
     monkeypatch.setattr(stage_timing, "on_gpu", lambda: True)
-    monkeypatch.setattr(stage_timing, "time_in_company", run)
+    monkeypatch.setattr(stage_timing, "time_under_load", run)
     return seen
 
 
-def test_on_a_gpu_stages_are_timed_between_runs_of_the_whole_block(companies):
+def test_on_a_gpu_stages_are_timed_between_runs_of_the_whole_block(loads):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    run = Run(stage=analysis.outline.block[0], batch_size=2)
+    run = Run(stage=analysis.summary.block[0], batch_size=2)
     timer.prepare([(run,)])
     assert timer(run).median_s == 0.0
-    ((company, jobs),) = companies
+    ((load, jobs),) = loads
     (alone,) = jobs.values()
     assert [leaf.shape[0] for leaf in jax.tree.leaves(alone())] == [2]
-    assert len(company()) == len(analysis.outline.block)
-    assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(company()))
+    assert len(load()) == len(analysis.summary.block)
+    assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(load()))
 
 
-def test_several_stages_share_a_trace_and_each_is_timed_once(companies, monkeypatch):
+def test_several_stages_share_a_trace_and_each_is_timed_once(loads, monkeypatch):
     monkeypatch.setattr(stage_timing, "JOBS_PER_TRACE", 3)
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.outline.block]
+    first, second, *_ = [Run(stage=stage, batch_size=2) for stage in analysis.summary.block]
     wanted = [
         (Run(stage=each.stage, batch_size=size),) for each in (first, second) for size in (2, 4)
     ]
@@ -181,20 +181,20 @@ def test_several_stages_share_a_trace_and_each_is_timed_once(companies, monkeypa
     found = [timer(run).median_s for (run,) in wanted]
     assert found == [0.0, 1.0, 2.0, 0.0]
     assert timer.pair(first, second).median_s == 1.0
-    assert [len(jobs) for _, jobs in companies] == [3, 2]
-    names = [name for _, jobs in companies for name in jobs]
+    assert [len(jobs) for _, jobs in loads] == [3, 2]
+    names = [name for _, jobs in loads for name in jobs]
     assert len(set(names)) == 5
 
 
-def test_programs_carry_the_names_that_their_kernels_are_found_by(companies):
+def test_programs_carry_the_names_that_their_kernels_are_found_by(loads):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
-    runs = [Run(stage=stage, batch_size=2) for stage in analysis.outline.block]
+    runs = [Run(stage=stage, batch_size=2) for stage in analysis.summary.block]
     timer.prepare([(run,) for run in runs])
     timer(runs[0])
-    ((company, jobs),) = companies
+    ((load, jobs),) = loads
     modules = {name: call.func.as_text().split(",")[0] for name, call in jobs.items()}
     assert modules == {name: f"HloModule {name}" for name in jobs}
-    assert company.func.as_text().split(",")[0] not in modules.values()
+    assert load.func.as_text().split(",")[0] not in modules.values()
 
 
 @pytest.fixture
@@ -210,12 +210,12 @@ def exports(monkeypatch):
     return seen
 
 
-def test_kernels_are_lowered_once_for_all_jobs_of_their_stage(companies, exports):
+def test_kernels_are_lowered_once_for_all_jobs_of_their_stage(loads, exports):
     with use_abstract_mesh(H200):
         analysis = analyse(decode_step, inputs(B), device=find_device("NVIDIA H200"))
     leaves = jax.tree.leaves(inputs(B))
     timer = StageTimer(analysis.program_at, analysis.weights, leaves, analysis.batch.axes)
-    runs = [Run(stage=stage, batch_size=B) for stage in analysis.outline.stages]
+    runs = [Run(stage=stage, batch_size=B) for stage in analysis.summary.stages]
     timer.prepare([*((run,) for run in runs), (runs[0], runs[-1])])
     with_kernels = [
         stage
@@ -224,9 +224,9 @@ def test_kernels_are_lowered_once_for_all_jobs_of_their_stage(companies, exports
     ]
     assert len(exports) == len(with_kernels) > 0
     timer(runs[0])
-    ((company, jobs),) = companies
+    ((load, jobs),) = loads
     alone = {run.stage.name: call() for run, call in zip(runs, jobs.values(), strict=False)}
-    for stage, results in zip(analysis.program_at(B).stages, company(), strict=True):
+    for stage, results in zip(analysis.program_at(B).stages, load(), strict=True):
         for a, b in zip(alone[stage.name][0], results, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

@@ -123,7 +123,7 @@ def item(scripts, **changes):
     return scripts.stress.Item(**options | changes)
 
 
-@pytest.mark.parametrize("program", ["unsplit 24x16", "woven 24x16:8+16", "bert-base"])
+@pytest.mark.parametrize("program", ["unsplit 24x16", "interleaved 24x16:8+16", "bert-base"])
 def test_a_program_gives_the_same_in_every_call(scripts, program):
     asked = item(scripts, program=program, calls=3)
     outcome = scripts.stress.measure(asked, scripts.stress.prepare(asked))

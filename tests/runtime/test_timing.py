@@ -5,7 +5,7 @@ import pytest
 from pbjax.errors import DeviceError
 from pbjax.runtime import timing
 from pbjax.runtime.device_trace import Kernel, union_length
-from pbjax.runtime.timing import busy_seconds, time_alternately, time_function, time_in_company
+from pbjax.runtime.timing import busy_seconds, time_alternately, time_function, time_under_load
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def kernel(program, start_s, seconds):
     return Kernel(name="k", start_s=start_s, end_s=start_s + seconds, program=program)
 
 
-def test_kernels_in_company_are_told_from_the_company(monkeypatch):
+def test_kernels_under_load_are_told_from_the_company(monkeypatch):
     """Two jobs of 2 ms and of two kernels of 0.24 ms, between calls of 0.9 ms of something else."""
     clock = Clock(monkeypatch)
     trace, queued = [], []
@@ -129,20 +129,20 @@ def test_kernels_in_company_are_told_from_the_company(monkeypatch):
 
     monkeypatch.setattr(timing, "traced_kernels", traced)
     jobs = {"jit_a": job("jit_a", 2e-3), "jit_b": job("jit_b", 2.4e-4, 2.4e-4)}
-    a, b = time_in_company(job("jit_company", 9e-4), jobs)
+    a, b = time_under_load(job("jit_load", 9e-4), jobs)
     assert (a.median_s, a.samples) == (pytest.approx(2e-3), timing.ROUNDS)
     assert (b.median_s, b.samples) == (pytest.approx(4.8e-4), 2 * timing.ROUNDS)
     start = queued.index("trace")
     settled = queued[:start][::-1].index("jit_b") - 1
     assert settled * 9e-4 == pytest.approx(timing.SETTLE_S, rel=0.02)
-    one_round = [*["jit_company"] * 4, "jit_a", *["jit_company"] * 4, "jit_b", "jit_b"]
-    assert queued[start + 1 :] == [*one_round * timing.ROUNDS, "jit_company"]
+    one_round = [*["jit_load"] * 4, "jit_a", *["jit_load"] * 4, "jit_b", "jit_b"]
+    assert queued[start + 1 :] == [*one_round * timing.ROUNDS, "jit_load"]
 
 
 def test_job_without_kernels_in_the_trace_is_refused(monkeypatch):
     Clock(monkeypatch)
-    monkeypatch.setattr(timing, "traced_kernels", lambda *_: (kernel("jit_company", 0.0, 1.0),))
+    monkeypatch.setattr(timing, "traced_kernels", lambda *_: (kernel("jit_load", 0.0, 1.0),))
     monkeypatch.setattr(timing, "SETTLE_S", 1e-5)
     monkeypatch.setattr(timing, "COMPANY_S", 1e-5)
     with pytest.raises(DeviceError, match="0 kernels"):
-        time_in_company(lambda: None, {"jit_a": lambda: None})
+        time_under_load(lambda: None, {"jit_a": lambda: None})

@@ -34,7 +34,7 @@ def test_a_case_waits_for_its_turn_once_between_compiling_and_measuring(scripts,
     assert "measure 7/7" not in before
     assert provenance["command"] == "again"
     assert row["sizes"] == (4, 4)
-    assert row["seconds"].keys() == {"unsplit", "sequential", "woven"}
+    assert row["seconds"].keys() == {"unsplit", "sequential", "interleaved"}
     assert "LlamaModel.decode" in report
     assert "4+4" in scripts.bench.line(row)
 
@@ -81,8 +81,8 @@ def test_a_way_that_was_not_tried_is_a_dash(scripts):
         "context": 16,
         "sizes": (8,),
         "seconds": {"unsplit": 2e-3},
-        "bound_s": {"woven": 1e-3},
-        "riding": 0.0,
+        "bound_s": {"interleaved": 1e-3},
+        "overlapped_fraction": 0.0,
         "tokens_per_s_at_32_layers": 1000,
     }
     assert scripts.bench.line(row).split() == [

@@ -8,7 +8,7 @@ import pytest
 from pbjax import errors
 from pbjax.device import find_device
 from pbjax.planning.memory import predicted_bytes
-from pbjax.runtime.compilation import Way
+from pbjax.runtime.compilation import ProgramSpec
 from pbjax.runtime.measured_programs import MeasuredProgram, program_label, programs_section
 from pbjax.tuning import autotune as contest
 from pbjax.tuning.autotune import _contenders
@@ -17,9 +17,11 @@ from tests.fakes import FakeTimer, fake_measure
 from tests.jobs import check_house_form, check_outputs, run, scan, small
 
 DEVICE = find_device("cpu", num_cores=2)
-BEST = Way(sizes=(4, 2), staggers=(1, 0), predicted_s=1.0, sm_budgets={"TENSOR": 84, "MEMORY": 48})
-OTHER = Way(sizes=(2, 2, 2), staggers=(2, 1, 0), predicted_s=1.1)
-SEQUENTIAL = Way(sizes=(4, 2), staggers=(0, 0))
+BEST = ProgramSpec(
+    sizes=(4, 2), staggers=(1, 0), predicted_s=1.0, sm_budgets={"TENSOR": 84, "MEMORY": 48}
+)
+OTHER = ProgramSpec(sizes=(2, 2, 2), staggers=(2, 1, 0), predicted_s=1.1)
+SEQUENTIAL = ProgramSpec(sizes=(4, 2), staggers=(0, 0))
 
 
 @pytest.fixture
@@ -33,15 +35,15 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(contest, "overlap_options", lambda: {"graphs": True})
 
 
-def choice(*ways, **options):
-    return Choice(batch_size=6, ways=ways, **options)
+def choice(*specs, **options):
+    return Choice(batch_size=6, specs=specs, **options)
 
 
 def test_the_best_split_competes_without_staggers_without_budgets_and_unrolled(on_gpu):
-    ways = _contenders(choice(BEST, OTHER), None, 11)
+    specs = _contenders(choice(BEST, OTHER), None, 11)
     unrolled = [replace(BEST, unroll=2), replace(BEST, unroll=11)]
     bare = replace(BEST, sm_budgets={}, predicted_s=None)
-    assert ways == (BEST, OTHER, SEQUENTIAL, bare, *unrolled)
+    assert specs == (BEST, OTHER, SEQUENTIAL, bare, *unrolled)
 
 
 def test_budgets_and_unrolling_that_change_nothing_do_not_compete():
@@ -51,12 +53,12 @@ def test_budgets_and_unrolling_that_change_nothing_do_not_compete():
 
 @pytest.mark.parametrize(("steps", "unrolls"), [(0, []), (1, []), (2, [2]), (5, [2, 5]), (31, [2])])
 def test_no_more_blocks_are_unrolled_than_the_loop_has_or_compile_soon(on_gpu, steps, unrolls):
-    found = [way.unroll for way in _contenders(choice(OTHER), None, steps)]
+    found = [spec.unroll for spec in _contenders(choice(OTHER), None, steps)]
     assert [unroll for unroll in found if unroll > 1] == unrolls
 
 
 def test_a_given_unroll_holds_for_all_and_a_settled_split_has_no_rivals(on_gpu):
-    assert {way.unroll for way in _contenders(choice(BEST, OTHER), 3, 11)} == {3}
+    assert {spec.unroll for spec in _contenders(choice(BEST, OTHER), 3, 11)} == {3}
     given = _contenders(choice(BEST, reason="split was given"), None, 11)
     assert given == (BEST, SEQUENTIAL)
     assert _contenders(choice(SEQUENTIAL), None, 11) == (SEQUENTIAL,)
@@ -68,7 +70,7 @@ def test_fastest_of_budgets_and_unrolls_is_kept_and_stands_in_the_plan(timer, on
         timed = fake_measure({"unsplit": 3e-3, "sequential": 4e-3, "split": 2e-3})
         found = timed(programs, leaves, progress)
         return tuple(
-            replace(row, measured_s=row.measured_s / made.way.unroll, unroll=made.way.unroll)
+            replace(row, measured_s=row.measured_s / made.spec.unroll, unroll=made.spec.unroll)
             for row, made in zip(found, programs, strict=True)
         )
 
@@ -104,7 +106,7 @@ def test_split_that_fits_is_run_beside_one_that_does_not(timer, monkeypatch):
 
     def heavy(*args):
         made = compile_all(*args)
-        return [replace(m, needed_bytes=10**12) if len(m.way.sizes) == 3 else m for m in made]
+        return [replace(m, needed_bytes=10**12) if len(m.spec.sizes) == 3 else m for m in made]
 
     monkeypatch.setattr(contest, "compile_all", heavy)
     report = run(small(), 6).report()
@@ -120,7 +122,7 @@ def test_given_split_that_does_not_fit_is_refused(timer):
 
 def test_given_split_takes_turns_where_staggers_are_predicted_not_to_fit(timer, monkeypatch):
     free = run(small(), 6, split=(3, 3))
-    room = predicted_bytes(free.report().outline, (3, 3), (0, 0))
+    room = predicted_bytes(free.report().summary, (3, 3), (0, 0))
     # What the compiled programs need is checked apart.
     monkeypatch.setattr(contest, "device_room", lambda device: 10**12)
     tight = run(small(), 6, split=(3, 3), device=replace(DEVICE, memory_bytes=room))

@@ -28,7 +28,7 @@ def timer(monkeypatch):
 
 def test_every_stage_is_measured_at_every_size_of_the_grid(analysis, timer):
     table = measured_table(analysis, tokens(6), None, Phases())
-    wanted = {(stage.fingerprint, size) for stage in analysis.outline.stages for size in grid(6)}
+    wanted = {(stage.fingerprint, size) for stage in analysis.summary.stages for size in grid(6)}
     assert set(timer.stages) == wanted
     assert {(row.fingerprint, row.batch_size) for row in table.profile.rows} == wanted
     assert table.rows_measured == len(timer.stages) + len(timer.pairs)
@@ -37,7 +37,7 @@ def test_every_stage_is_measured_at_every_size_of_the_grid(analysis, timer):
 
 def test_pairs_are_of_different_classes_at_a_third_and_half_of_the_batch(analysis, timer):
     table = measured_table(analysis, tokens(6), None, Phases())
-    classes = {stage.fingerprint: stage.resource for stage in table.outline.block}
+    classes = {stage.fingerprint: stage.resource for stage in table.summary.block}
     for first, second, size in timer.pairs:
         assert classes[first] != classes[second]
         assert size in (2, 3)
@@ -112,9 +112,9 @@ def test_shipped_table_is_used_where_there_is_one(analysis, timer, monkeypatch, 
 
 def test_measured_classes_change_labels_and_nothing_else(analysis, timer):
     table = measured_table(analysis, tokens(6), None, Phases()).profile
-    found = relabelled(analysis.outline, table, 6, DEVICE)
-    assert found.num_blocks == analysis.outline.num_blocks
-    for old, new in zip(analysis.outline.stages, found.stages, strict=True):
+    found = relabelled(analysis.summary, table, 6, DEVICE)
+    assert found.num_blocks == analysis.summary.num_blocks
+    for old, new in zip(analysis.summary.stages, found.stages, strict=True):
         assert replace(new, resource=old.resource) == old
         assert new.resource in ResourceClass
 

@@ -36,7 +36,7 @@ def test_dict_holds_the_figures(report):
     assert document["device_kind"] == report.device_kind
     assert sum(share["operations"] for share in document["classes"]) > 0
     assert [stage["name"] for stage in document["stages"]] == [
-        stage.name for stage in report.outline.stages
+        stage.name for stage in report.summary.stages
     ]
     assert document["programs"][0]["name"] == "unsplit"
     assert document["programs"][0]["measured_s"] == 2e-3
@@ -93,7 +93,7 @@ def test_what_was_not_done_is_left_out(report):
     for title in ("profile:", "search:", "timetable:", "programs:"):
         assert f"\n{title}" not in text
     assert "decision: " in text
-    document = replace(report, profile=None, search=None, measured_outline=None).to_dict()
+    document = replace(report, profile=None, search=None, measured_summary=None).to_dict()
     assert json.loads(json.dumps(document))["search"] is None
 
 
@@ -127,11 +127,11 @@ def test_program_that_was_not_predicted_has_a_dash(report):
 def test_timetable_shows_every_stage_of_every_sub_batch(report):
     network = NETWORKS["nnx_loop"](4)
     device = find_device("cpu", num_cores=2)
-    outline = analyse(network.model, tokens(6), device=device).outline
+    summary = analyse(network.model, tokens(6), device=device).summary
     staggered = replace(
         report,
-        outline=outline,
-        timetables=(SplitTimetable(sizes=(3, 2, 1), timetable=timetable(outline, (0, 1, 2))),),
+        summary=summary,
+        timetables=(SplitTimetable(sizes=(3, 2, 1), timetable=timetable(summary, (0, 1, 2))),),
         plan=replace(report.plan, sizes=(3, 2, 1), staggers=(0, 1, 2)),
     )
     head, _, *rows = timetable_section(staggered).splitlines()
@@ -140,13 +140,13 @@ def test_timetable_shows_every_stage_of_every_sub_batch(report):
     for row, stagger in zip(rows, (0, 1, 2), strict=True):
         _, cells = row.split(" ahead", 1)
         fill, steady, drain = (part.split() for part in cells.split("|"))
-        num_stages = len(outline.block)
+        num_stages = len(summary.block)
         assert len([c for c in steady if c != "."]) == num_stages
         assert [c for c in steady if c.endswith("'")] == [f"{chr(65 + i)}'" for i in range(stagger)]
-        assert len([c for c in fill if c != "."]) == stagger + (outline.prologue is not None)
-        end = outline.epilogue is not None
+        assert len([c for c in fill if c != "."]) == stagger + (summary.prologue is not None)
+        end = summary.epilogue is not None
         assert len([c for c in drain if c != "."]) == num_stages - stagger + end
-        assert ("<" in fill) == (outline.prologue is not None)
+        assert ("<" in fill) == (summary.prologue is not None)
         assert (">" in drain) == end
 
 
