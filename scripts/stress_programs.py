@@ -5,9 +5,9 @@ A decode step of LLaMA3-8B's layers, unsplit and interleaved, and the forward pa
 models. A round starts processes for each program: all compile at the same time, then one after the
 other calls its program, the very first call of the process included. In every second round the
 device's memory is filled before, but for what the program needs. Inputs are summed up before and
-after, and so is the copy of the state that the first call uses up: processes are compared, whether these, or
-only what was made of them, ever differed. With --together processes do not take turns: the device
-switches between them in the middle of kernels, and its memory is not filled.
+after, and so is the copy of the state that the first call uses up: processes are compared, whether
+these, or only what was made of them, ever differed. With --together processes do not take turns:
+the device switches between them in the middle of kernels, and its memory is not filled.
 
     PYTHONPATH=. python scripts/stress_programs.py [--programs ...] [--calls 100] [--rounds 4]
 """
