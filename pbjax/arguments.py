@@ -9,7 +9,7 @@ from typing import Any
 from pbjax.errors import InputError, InputTypeError
 
 
-def whole(asked: str, value: Any) -> int:
+def whole_number(asked: str, value: Any) -> int:
     """Returns a whole number.
 
     Args:
@@ -35,7 +35,7 @@ def whole_numbers(asked: str, values: Any) -> list[int]:
     """
     try:
         if not isinstance(values, str | bytes):
-            return [whole(asked, value) for value in values]
+            return [whole_number(asked, value) for value in values]
     except TypeError as error:
         if isinstance(error, InputTypeError):
             raise
@@ -74,7 +74,7 @@ def check_type(asked: str, value: object, kinds: tuple[type, ...], allowed: str)
         raise InputTypeError(f"{asked}: {_shown(value)}; {allowed} is allowed; pass such")
 
 
-def check_figures(
+def check_finite(
     asked: str, figures: Mapping[str, float], remedy: str, *, zero: bool = True
 ) -> None:
     """Refuses what no measurement gives.
@@ -92,7 +92,7 @@ def check_figures(
         if not (0 <= value < math.inf and (zero or value)):
             least = "0 or more" if zero else "above 0"
             raise InputError(
-                f"{asked}: {name} is {value:g}; finite figures {least} are allowed; {remedy}"
+                f"{asked}: {name} is {value:g}; finite numbers {least} are allowed; {remedy}"
             )
 
 

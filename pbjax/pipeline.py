@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from pbjax.arguments import whole
+from pbjax.arguments import whole_number
 from pbjax.decode.state import OptimizedStep
 from pbjax.decode.step_pipeline import optimize_step
 from pbjax.device import Device
@@ -156,7 +156,7 @@ def optimize(
         device=this_device(device),
         buckets=buckets,
         unroll=checked_unroll(unroll),
-        state=None if state is None else whole("optimize(state)", state),
+        state=None if state is None else whole_number("optimize(state)", state),
         progress=progress,
     )
     selection = selection_of(fuse)

@@ -61,7 +61,7 @@ def compile_report() -> dict[str, object]:
         seeds=jnp.zeros(BATCH_SIZE, jnp.uint32),
         stop_tokens=jnp.full(1, -1, jnp.int32),
     )
-    given = {"decoder": decoder, "kind": Sampling().kind}
+    given = {"decoder": decoder, "static": Sampling().static}
 
     def begin(*inputs):
         return decoding.begin(*inputs, num_keys=NUM_KEYS, **given)

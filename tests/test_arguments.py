@@ -34,15 +34,15 @@ def plain(function):
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3), jnp.int32(3)], ids=repr)
 def test_whole_numbers_of_any_library_are_taken(value):
-    assert arguments.whole("f(x)", value) == 3
+    assert arguments.whole_number("f(x)", value) == 3
     assert arguments.number("f(x)", value) == 3.0
-    assert type(arguments.whole("f(x)", value)) is int
+    assert type(arguments.whole_number("f(x)", value)) is int
 
 
 @pytest.mark.parametrize("value", [1.5, np.float32(2.0), "3", None, True, [3], b"3"], ids=repr)
 def test_what_is_no_whole_number_is_refused(value):
     with pytest.raises(InputTypeError, match=rf"f\(x\): .* {type(value).__name__}; a whole"):
-        arguments.whole("f(x)", value)
+        arguments.whole_number("f(x)", value)
 
 
 @pytest.mark.parametrize("values", [[1, 2], (np.int8(1), 2), {1, 2}, np.array([1, 2])], ids=repr)
@@ -204,7 +204,7 @@ def test_a_plan_that_is_corrupt_is_refused_before_the_model_is_traced(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"outline": 5}, r"search\(outline\): 5 of type int; an Outline is allowed"),
+        ({"summary": 5}, r"search\(summary\): 5 of type int; a ProgramSummary is allowed"),
         ({"profile": "bert.json"}, r"search\(profile\): 'bert.json' of type str; a Profile, as of"),
         ({"batch_size": 2.0}, r"search\(batch_size\): 2.0 of type float; a whole number"),
         ({"options": {}}, r"search\(options\): \{\} of type dict; a SearchOptions is allowed"),
@@ -212,7 +212,7 @@ def test_a_plan_that_is_corrupt_is_refused_before_the_model_is_traced(tmp_path):
     ids=str,
 )
 def test_arguments_of_a_search_of_another_type_are_refused_by_name(given, message):
-    asked = {"outline": program(2, 3), "profile": Profile(provenance=provenance())}
+    asked = {"summary": program(2, 3), "profile": Profile(provenance=provenance())}
     with pytest.raises(InputTypeError, match=message):
         plain(search)(**{**asked, "batch_size": 4} | given)
 

@@ -255,9 +255,9 @@ def transcribe(
     shape = find_folder(model, "transcribe", writes_speech, "a model of speech with a CTC head")
     settings, vocabulary = models.load_preprocessor(model), models.load_vocabulary(model)
     from pbjax.inference import audio
-    from pbjax.inference.preprocessor import whole
+    from pbjax.inference.preprocessor import positive_integer
 
-    rate = whole(settings, "sampling_rate", 16000, str(model))
+    rate = positive_integer(settings, "sampling_rate", 16000, str(model))
     samples = [audio.read_wav(path, rate) for path in wav]
     inputs = [audio.extract_features(values, settings, str(model)) for values in samples]
     for features in inputs:

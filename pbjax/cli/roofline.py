@@ -25,7 +25,7 @@ from pbjax.errors import InputError
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
-    from pbjax.roofline.batch_study import Choice, PhaseStudy, SizePoint
+    from pbjax.roofline.batch_study import PhaseStudy, SizeChoice, SizePoint
     from pbjax.roofline.result import Roofline
     from pbjax.roofline.what_if import Variant
 
@@ -181,7 +181,7 @@ def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
 
 
 def _study_texts(
-    reports: "list[Roofline]", curves: "list[tuple[PhaseStudy, Choice]]"
+    reports: "list[Roofline]", curves: "list[tuple[PhaseStudy, SizeChoice]]"
 ) -> dict[str, str]:
     from pbjax.roofline.tables import study_text
 
@@ -193,7 +193,7 @@ def _study_texts(
 
 def _write(
     reports: "list[Roofline]",
-    curves: "list[tuple[PhaseStudy, Choice]]",
+    curves: "list[tuple[PhaseStudy, SizeChoice]]",
     measured: "tuple[SizePoint, ...]",
     texts: dict[str, str],
     document: dict[str, object],
@@ -219,7 +219,7 @@ def _write(
 
 def _curves(
     subject: Subject, report: "Roofline", seq: int | None, latency_ms: float | None
-) -> "tuple[PhaseStudy, Choice]":
+) -> "tuple[PhaseStudy, SizeChoice]":
     from pbjax.roofline.batch_study import choose_point, study_phase
 
     if report.phase == "forward" or seq is None:

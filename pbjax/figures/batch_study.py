@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pbjax.figures.roofline import PHASE_STYLES, empty_figure, plain_numbers
-from pbjax.roofline.batch_study import Choice, PhaseStudy, SizePoint
+from pbjax.roofline.batch_study import PhaseStudy, SizeChoice, SizePoint
 from pbjax.roofline.result import Roofline
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _dress_curves(panels: "Sequence[Axes]") -> None:
 
 
 def front_figure(
-    choices: Sequence[Choice], report: Roofline, measured: Sequence[SizePoint] = ()
+    choices: Sequence[SizeChoice], report: Roofline, measured: Sequence[SizePoint] = ()
 ) -> "Figure":
     """Latency against throughput: the batches that no other beats, the chosen one, the limit.
 
@@ -207,7 +207,7 @@ def _draw_measured_front(axes: "Axes", points: Sequence[SizePoint]) -> None:
     )
 
 
-def _named(choice: Choice, limits: Mapping[str, tuple[float, float]]) -> list[SizePoint]:
+def _named(choice: SizeChoice, limits: Mapping[str, tuple[float, float]]) -> list[SizePoint]:
     """The batches whose names have room: the chosen one, then the largest."""
 
     def place(point: SizePoint) -> tuple[float, float]:

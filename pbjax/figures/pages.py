@@ -11,7 +11,7 @@ from pbjax.figures.batch_study import front_figure, study_figure
 from pbjax.figures.html import Section, csv_text, page, points_csv
 from pbjax.figures.roofline import png, roofline_figure, shares_figure, svg
 from pbjax.files import write_atomically
-from pbjax.roofline.batch_study import Choice, PhaseStudy, SizePoint
+from pbjax.roofline.batch_study import PhaseStudy, SizeChoice, SizePoint
 from pbjax.roofline.result import Roofline
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Findings:
     """
 
     reports: tuple[Roofline, ...]
-    curves: tuple[tuple[PhaseStudy, Choice], ...]
+    curves: tuple[tuple[PhaseStudy, SizeChoice], ...]
     measured: tuple[SizePoint, ...] = ()
     texts: Mapping[str, str]
     document: Mapping[str, object]

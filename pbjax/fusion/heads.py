@@ -18,9 +18,9 @@ from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pbjax.fusion.axes import Axes, Axis, Layout, labels_of
 from pbjax.fusion.masks import (
-    Keys,
     Part,
     Term,
+    VisibleKeys,
     by_key,
     key_bias,
     read_keys,
@@ -56,14 +56,14 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _AttentionCall:
     """A call of the kernel: what it is given, and what is made of it."""
 
     axes: Axes
     out: tuple[int, Layout]
     qkv: tuple[Side, Side, Side]
     heads: Heads
-    keys: Keys
+    keys: VisibleKeys
     scale: float
     softcap: float | None
     slopes: np.ndarray | None
@@ -198,7 +198,7 @@ def attention_match(
     q, k, v = (Side(side.value, axes.current(side.layout)) for side in qkv)
     heads = _sorted(axes, out[1], (q, k, v), seen, axes.cut(keys))
     slopes = _take_slopes(axes, seen, heads)
-    call = _Call(
+    call = _AttentionCall(
         axes=axes,
         out=out,
         qkv=(q, k, v),
@@ -220,7 +220,7 @@ def attention_match(
     )
 
 
-def _sorted(axes: Axes, out: Layout, qkv: Sequence[Side], seen: Keys, keys: Axis) -> Heads:
+def _sorted(axes: Axes, out: Layout, qkv: Sequence[Side], seen: VisibleKeys, keys: Axis) -> Heads:
     in_q, in_k, in_v = (labels_of(side.layout) for side in qkv)
     in_out = axes.cut(labels_of(out))
     over = [i for i in in_q if i not in in_out]
@@ -249,7 +249,7 @@ def _sorted(axes: Axes, out: Layout, qkv: Sequence[Side], seen: Keys, keys: Axis
     )
 
 
-def _query_labels(axes: Axes, q: Side, seen: Keys, free: Sequence[int], shared) -> Axis:
+def _query_labels(axes: Axes, q: Side, seen: VisibleKeys, free: Sequence[int], shared) -> Axis:
     """The label of the query positions among those that keys and values do not have.
 
     The others are heads that share keys. Without a mask that tells them apart, a head is what lies
@@ -266,7 +266,7 @@ def _query_labels(axes: Axes, q: Side, seen: Keys, free: Sequence[int], shared) 
     return tuple([i for i in free if not is_head(i)][:1])
 
 
-def _take_slopes(axes: Axes, seen: Keys, heads: Heads) -> np.ndarray | None:
+def _take_slopes(axes: Axes, seen: VisibleKeys, heads: Heads) -> np.ndarray | None:
     """ALiBi's slopes, if one of the biases is ALiBi; that bias is then gone."""
     order = (heads.heads, heads.queries, heads.keys)
     for term in () if seen.start else tuple(seen.terms):

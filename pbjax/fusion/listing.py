@@ -9,7 +9,7 @@ from pbjax.fusion.rewriting import Match, Miss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MatchKind:
     """Equal matches, such as those of equal layers.
 
     Attributes:
@@ -52,7 +52,7 @@ class FusionReport:
     """
 
     reason: str = ""
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[MatchKind, ...] = ()
     misses: tuple[NearMiss, ...] = ()
     operations_before: int = 0
     operations_after: int = 0
@@ -81,11 +81,11 @@ def listed(fusion: Fusion, num_operations: int) -> FusionReport:
       fusion: What `fuse` returned.
       num_operations: Of the program that runs.
     """
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, MatchKind] = {}
     for found, in_loop, left_out in _all_matches(fusion):
         count = kinds[found.name].count + 1 if found.name in kinds else 1
         where = kinds[found.name].where if found.name in kinds else found.where
-        kinds[found.name] = Kind(
+        kinds[found.name] = MatchKind(
             name=found.name,
             kernel=found.kernel,
             where=where,
@@ -119,7 +119,7 @@ def _all_misses(fusion: Fusion) -> Iterator[Miss]:
         yield from _all_misses(loop)
 
 
-def _line(kind: Kind) -> str:
+def _line(kind: MatchKind) -> str:
     how = f"{kind.count} x"
     where = f"{'in a loop, ' if kind.in_loop else ''}first at {kind.where}"
     end = ": left out" if kind.left_out else ""

@@ -66,7 +66,7 @@ class Term:
 
 
 @dataclass(slots=True, kw_only=True)
-class Keys:
+class VisibleKeys:
     """Which keys count, as the kernel takes it.
 
     Attributes:
@@ -95,7 +95,7 @@ class Keys:
 
 def read_keys(
     axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Axis, shared: Axis
-) -> Keys:
+) -> VisibleKeys:
     """Sorts masks and biases into what the kernel has an option for, and what remains.
 
     Args:
@@ -106,7 +106,7 @@ def read_keys(
       shared: All labels of keys and values: what these have, such as a batch, is no position of a
         query.
     """
-    found = Keys()
+    found = VisibleKeys()
     alone = [a for part in parts for a in _conjuncts(axes, part)]
     for term in terms:
         hides, biases = _roles(axes, term)
@@ -188,7 +188,7 @@ def _table(axes: Axes, part: Part, keys: Axis) -> tuple[int | None, np.ndarray] 
     return (queries[0], table) if queries else (None, table[None])
 
 
-def _read_band(axes: Axes, tables: Sequence, keys: Axis, found: Keys) -> bool:
+def _read_band(axes: Axes, tables: Sequence, keys: Axis, found: VisibleKeys) -> bool:
     """Whether constant masks, taken together, are causal or windowed."""
     labels = {label for _, label, _ in tables}
     if len(labels) != 1 or None in labels:
@@ -219,7 +219,7 @@ def _band(table: np.ndarray) -> tuple[int, int | None] | None:
     return None
 
 
-def _read_lengths(axes: Axes, part: Part, keys: Axis, found: Keys) -> bool:
+def _read_lengths(axes: Axes, part: Part, keys: Axis, found: VisibleKeys) -> bool:
     """Whether a mask compares the positions of keys with a number for each sequence."""
     reading = axes.reading
     operation = reading.maker(part.value)
@@ -280,7 +280,7 @@ def read_slopes(axes: Axes, term: Term, order: Layout, *, causal: bool) -> np.nd
     return slopes if np.all(slopes >= 0) and np.all(same | ~visible) else None
 
 
-def by_key(axes: Axes, keys: Keys, batch: Axis, positions: Axis) -> tuple[bool, ...]:
+def by_key(axes: Axes, keys: VisibleKeys, batch: Axis, positions: Axis) -> tuple[bool, ...]:
     """Which of the biases and masks that remain go into a number for each key.
 
     Those that neither queries nor heads enter, unless a bias of whole size is needed for each

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pbjax.errors import FileError, InputError
-from pbjax.inference.preprocessor import positive, whole
+from pbjax.inference.preprocessor import positive_integer, positive_number
 
 # What Parakeet's features add before the logarithm and to the deviation.
 LOG_GUARD, STD_GUARD = 2.0**-24, 1e-5
@@ -114,12 +114,12 @@ class MelSettings:
     def read(cls, settings: Mapping[str, object], name: str) -> "MelSettings":
         """Reads the fields of a preprocessor_config.json; see `extract_features`."""
         how = cls(
-            num_mels=whole(settings, "feature_size", 80, name),
-            sampling_rate=whole(settings, "sampling_rate", 16000, name),
-            hop=whole(settings, "hop_length", 160, name),
-            fft_size=whole(settings, "n_fft", 512, name),
-            window=whole(settings, "win_length", 400, name),
-            preemphasis=positive(settings, "preemphasis", 0.97, name),
+            num_mels=positive_integer(settings, "feature_size", 80, name),
+            sampling_rate=positive_integer(settings, "sampling_rate", 16000, name),
+            hop=positive_integer(settings, "hop_length", 160, name),
+            fft_size=positive_integer(settings, "n_fft", 512, name),
+            window=positive_integer(settings, "win_length", 400, name),
+            preemphasis=positive_number(settings, "preemphasis", 0.97, name),
         )
         if how.window > how.fft_size:
             raise InputError(

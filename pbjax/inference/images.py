@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pbjax.errors import FileError, InputError
-from pbjax.inference.preprocessor import positive, whole
+from pbjax.inference.preprocessor import positive_integer, positive_number
 
 # Of Hugging Face's ViTImageProcessor, where the file leaves a field out.
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -71,7 +71,7 @@ def read_image(
         ) from error
     pixels = np.asarray(image, np.float64).reshape(image.height, image.width, num_channels)
     if settings.get("do_rescale", True):
-        pixels = pixels * positive(settings, "rescale_factor", 1 / 255, name)
+        pixels = pixels * positive_number(settings, "rescale_factor", 1 / 255, name)
     if settings.get("do_normalize", True):
         mean, std = (
             _channels(settings, field, default, num_channels, name)
@@ -85,10 +85,12 @@ def _size(settings: Mapping[str, object], name: str) -> tuple[int, int]:
     """Height and width; one number in files of old, for both."""
     size = settings.get("size", 224)
     if isinstance(size, int):
-        side = whole({"size": size}, "size", 224, name)
+        side = positive_integer({"size": size}, "size", 224, name)
         return side, side
     if isinstance(size, Mapping) and {"height", "width"} <= set(size):
-        return whole(size, "height", 224, name), whole(size, "width", 224, name)
+        return positive_integer(size, "height", 224, name), positive_integer(
+            size, "width", 224, name
+        )
     raise InputError(
         f"{name}: size of preprocessor_config.json is {size!r}; a number or height and width are "
         "supported; resize the image and call the model from Python"

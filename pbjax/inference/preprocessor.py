@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pbjax.errors import InputError
 
 
-def positive(settings: Mapping[str, object], field: str, default: float | int, name: str) -> float:
+def positive_number(
+    settings: Mapping[str, object], field: str, default: float | int, name: str
+) -> float:
     """Returns a positive field, or the default of the feature extractor's class.
 
     Raises:
@@ -21,13 +23,13 @@ def positive(settings: Mapping[str, object], field: str, default: float | int, n
     return float(value)
 
 
-def whole(settings: Mapping[str, object], field: str, default: int, name: str) -> int:
+def positive_integer(settings: Mapping[str, object], field: str, default: int, name: str) -> int:
     """Returns a field that counts something, or the default of the feature extractor's class.
 
     Raises:
       InputError: It is no whole number of 1 or more.
     """
-    value = positive(settings, field, default, name)
+    value = positive_number(settings, field, default, name)
     if not value.is_integer():
         raise InputError(
             f"{name}: {field} of preprocessor_config.json is {value!r}; a whole number is needed; "

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pbjax.arguments import check_figures
+from pbjax.arguments import check_finite
 from pbjax.device import Device
 from pbjax.errors import DeviceError, InputError
 from pbjax.files import STRICT, read_json, write_json
@@ -71,7 +71,7 @@ class Ceilings:
         for name in ("cuda_flops_per_s", "pallas_launch_s"):
             if getattr(self, name) is not None:
                 rates[name] = getattr(self, name)
-        check_figures("Ceilings", rates, AGAIN, zero=False)
+        check_finite("Ceilings", rates, AGAIN, zero=False)
         if not self.tensor_flops_per_s:
             raise InputError(
                 "Ceilings: tensor_flops_per_s is empty; the rate of a dtype or more is allowed; "

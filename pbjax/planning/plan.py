@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from pbjax.arguments import check_figures, whole_numbers
+from pbjax.arguments import check_finite, whole_numbers
 from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
 from pbjax.files import STRICT, read_json, write_json
@@ -39,7 +39,7 @@ class Seconds:
 
     def __post_init__(self):
         """Refuses what no clock gives."""
-        check_figures("Seconds", _known(asdict(self)), REMEDY)
+        check_finite("Seconds", _known(asdict(self)), REMEDY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Plan:
                 "split has two sizes or more, and a step one block or more; correct the plan or "
                 "search again"
             )
-        check_figures("Plan", _known({"max_difference": self.max_difference}), REMEDY)
+        check_finite("Plan", _known({"max_difference": self.max_difference}), REMEDY)
         check_sm_budgets(f"Plan(sizes={self.sizes})", self.sm_budgets, self.device_kind)
 
     def save(self, path: str | os.PathLike[str]) -> None:

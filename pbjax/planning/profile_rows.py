@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pbjax.arguments import check_figures
+from pbjax.arguments import check_finite
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
 from pbjax.planning.program_summary import StageInfo
@@ -87,7 +87,7 @@ class Row:
                 f"{self.sm_budget}; sizes are positive, budgets not negative; measure the row again"
             )
         seconds = {"median_s": self.median_s, "spread_s": self.spread_s}
-        check_figures(f"Row(stage={self.stage!r})", seconds, "measure the row again")
+        check_finite(f"Row(stage={self.stage!r})", seconds, "measure the row again")
 
     @classmethod
     def of(
@@ -148,7 +148,7 @@ class CorunRow:
             )
         slowdowns = {f"slowdowns[{i}]": value for i, value in enumerate(self.slowdowns)}
         asked = f"CorunRow(stages={self.stages})"
-        check_figures(asked, slowdowns, "measure the pair again", zero=False)
+        check_finite(asked, slowdowns, "measure the pair again", zero=False)
 
     @classmethod
     def of(

@@ -70,11 +70,11 @@ class ProgramSummary:
     waiting_bytes_per_row: float = 0.0
 
     def __post_init__(self):
-        """Refuses an outline without stages."""
+        """Refuses a program without stages."""
         if not self.block or self.num_blocks < 1:
             raise InputError(
-                f"Outline: {self.num_blocks} blocks of {len(self.block)} stages; a program has at "
-                "least one block of one stage; put a program without repetition into one block"
+                f"ProgramSummary: {self.num_blocks} blocks of {len(self.block)} stages; 1 or more "
+                "of both are allowed; put a program without repetition into one block"
             )
 
     @property

@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import combinations_with_replacement
 from typing import Literal, get_args
 
-from pbjax.arguments import check_type, whole
+from pbjax.arguments import check_type, whole_number
 from pbjax.errors import InputError
 from pbjax.planning.candidates import Candidate as Candidate
 from pbjax.planning.candidates import Candidates, Sizes
@@ -109,9 +109,9 @@ def search(
       MemoryBudgetError: No candidate is within the memory limit.
     """
     start = time.perf_counter()
-    check_type("search(outline)", summary, (ProgramSummary,), "an Outline")
+    check_type("search(summary)", summary, (ProgramSummary,), "a ProgramSummary")
     check_type("search(profile)", profile, (Profile,), "a Profile, as of Profile.load(path),")
-    batch_size = whole("search(batch_size)", batch_size)
+    batch_size = whole_number("search(batch_size)", batch_size)
     if options is not None:
         check_type("search(options)", options, (SearchOptions,), "a SearchOptions")
     if policy not in get_args(Policy.__value__):

@@ -87,7 +87,7 @@ class PhaseStudy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SizeChoice:
     """A batch and why.
 
     Attributes:
@@ -252,7 +252,7 @@ def size_point(report: Roofline, batch_size: int, seq_len: int) -> SizePoint:
     )
 
 
-def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) -> Choice:
+def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) -> SizeChoice:
     """The smallest batch whose throughput is within 2 % of the best that is allowed.
 
     Args:
@@ -277,7 +277,7 @@ def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) ->
     enough = (1 - PLATEAU) * best.tokens_per_s
     chosen = next(point for point in allowed if point.tokens_per_s >= enough)
     others = [point for point in allowed if point != chosen]
-    return Choice(
+    return SizeChoice(
         chosen=chosen,
         runner_up=max(others, key=lambda point: point.tokens_per_s, default=None),
         front=_front(points),

@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from pbjax.errors import DeviceError
 from pbjax.graph.trace import Atom, Graph, Operation, evaluate, loop_body, scan_parts
-from pbjax.roofline.points import Kind, Measured
+from pbjax.roofline.points import Measured, OperationKind
 
 _LOG = logging.getLogger(__name__)
 MARK = "pbjax_stage_"
@@ -52,9 +52,9 @@ _VIEWS = ("bitcast", "get-tuple-element")
 
 
 # Stage, group of operations in it, and what the group is.
-type Place = tuple[str, str, Kind]
+type Place = tuple[str, str, OperationKind]
 type _Arrays = Sequence[Array | np.ndarray]
-type _Call = Callable[[_Arrays], tuple[list[Array], list[Array]]]
+type _Program = Callable[[_Arrays], tuple[list[Array], list[Array]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def _readers(staged: Staged, names: Mapping[int, str]) -> dict[str, Place]:
     return {name: place for name, place in single.items() if place is not None}
 
 
-def _wall_seconds(call: _Call, changed: _Arrays) -> tuple[float, _Arrays]:
+def _wall_seconds(call: _Program, changed: _Arrays) -> tuple[float, _Arrays]:
     """Seconds of a call of many in a row, once the device has been busy for a while."""
     begin = time.perf_counter()
     outputs, changed = call(changed)
@@ -215,7 +215,7 @@ def _wall_seconds(call: _Call, changed: _Arrays) -> tuple[float, _Arrays]:
     return statistics.median(samples[SAMPLES:]), changed
 
 
-def _trace(call: _Call, changed: _Arrays, calls: int, folder: str) -> None:
+def _trace(call: _Program, changed: _Arrays, calls: int, folder: str) -> None:
     outputs, changed = call(changed)
     jax.block_until_ready(outputs)
     with jax.profiler.trace(folder):

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
-from pbjax.arguments import check_figures
+from pbjax.arguments import check_finite
 from pbjax.device import ResourceClass
 
 # What a group of operations is: a contraction with weights; attention, whose operands all depend on
 # the input; anything else.
-Kind = Literal["dense", "attention", "other"]
+OperationKind = Literal["dense", "attention", "other"]
 Bound = Literal["compute", "memory"]
 
 
@@ -82,7 +82,7 @@ class Point:
 
     stage: str
     name: str
-    kind: Kind
+    kind: OperationKind
     repeats: int
     operations: int
     dtype: str
@@ -229,7 +229,7 @@ class Measured:
         tables = {"stages": self.stages, "kinds": self.kinds, "groups": self.groups}
         each = {f"{name}[{key}]": s for name, table in tables.items() for key, s in table.items()}
         figures = {"seconds": self.seconds, "other_s": self.other_s, **each}
-        check_figures("Measured", figures, "measure again")
+        check_finite("Measured", figures, "measure again")
 
     @property
     def device_s(self) -> float:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
-from pbjax.arguments import check_type, whole, whole_numbers
+from pbjax.arguments import check_type, whole_number, whole_numbers
 from pbjax.device import Device, ResourceClass, find_device
 from pbjax.errors import DeviceError, InputError, ModelError, PbjaxError
 from pbjax.graph.classify import Label, classify
@@ -27,7 +27,7 @@ from pbjax.planning.ceilings import calibrated
 from pbjax.program.repetition import Repetition, find_repetition
 from pbjax.roofline.measure import Place, Staged, measure_stages
 from pbjax.roofline.names import Namer, leaf_names
-from pbjax.roofline.points import Kind, Memory, Point, Traffic, merged
+from pbjax.roofline.points import Memory, OperationKind, Point, Traffic, merged
 from pbjax.roofline.result import Roofline
 from pbjax.roofline.times import attention_slowdown, bandwidth, launches_s, product_s
 from pbjax.roofline.traffic import (
@@ -93,7 +93,7 @@ def roofline_report(
     check_type("roofline_report(device)", device, (Device, str), "a pbjax.Device, or its kind,")
     check_type("roofline_report(measure)", measure, (bool,), "True or False")
     for option, value in {"items": items, "tokens": tokens, "cached": cached}.items():
-        _check_count(option, whole(f"roofline_report({option})", value))
+        _check_count(option, whole_number(f"roofline_report({option})", value))
     if turn is not None:
         check_type("roofline_report(turn)", turn, (AbstractContextManager,), "a context manager")
     figures = calibrated(find_device(device)) if isinstance(device, str) else device
@@ -365,7 +365,7 @@ class _Counter:
         return self.add(body, leaves, inner, repeats=repeats, section="loop")
 
 
-def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) -> Kind:
+def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) -> OperationKind:
     if moved.regions[position] is not None:
         return "attention"
     if not contracts:

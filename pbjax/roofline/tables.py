@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from pbjax.roofline.batch_study import PLATEAU, Choice, PhaseStudy, SizePoint
+from pbjax.roofline.batch_study import PLATEAU, PhaseStudy, SizeChoice, SizePoint
 from pbjax.roofline.result import Roofline
 from pbjax.roofline.what_if import Speculation, Variant
 from pbjax.text_tables import size, table_text, wrapped
@@ -23,7 +23,7 @@ _CLOSED_FORMS = {
 }
 
 
-def study_text(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
+def study_text(study: PhaseStudy, choice: SizeChoice, report: Roofline) -> str:
     """A phase over batch and over length, with what is read off the curves.
 
     Args:
@@ -58,13 +58,13 @@ def _cells(point: SizePoint) -> tuple[object, ...]:
     )
 
 
-def _mark(point: SizePoint, choice: Choice) -> str:
+def _mark(point: SizePoint, choice: SizeChoice) -> str:
     if point == choice.chosen:
         return "<- chosen"
     return "" if point in choice.front else "beaten" if point.fits else "does not fit"
 
 
-def _conclusions(study: PhaseStudy, choice: Choice, report: Roofline) -> str:
+def _conclusions(study: PhaseStudy, choice: SizeChoice, report: Roofline) -> str:
     other = choice.runner_up
     critical = (
         f"dense layers meet the ridge point, {report.ridge_point:.0f} FLOP/byte, at "

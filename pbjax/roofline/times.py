@@ -15,7 +15,7 @@ from pallas_kernels.operation import arguments_of
 from pbjax.device import Device
 from pbjax.graph.trace import Operation
 from pbjax.planning.ceilings import ATTENTION_TOKENS
-from pbjax.roofline.points import Kind
+from pbjax.roofline.points import OperationKind
 
 # Rows of queries, and of keys, that fused attention takes at once.
 TILE = 128
@@ -27,7 +27,7 @@ _PRODUCTS = ("gemm", "gated_gemm", "normed_gemm", "gemm_for_norm")
 _ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
 
 
-def bandwidth(device: Device, kind: Kind) -> float:
+def bandwidth(device: Device, kind: OperationKind) -> float:
     """Bytes a second that a group of operations of a kind can move."""
     products = device.weight_bytes_per_s or device.memory_bytes_per_s
     return products if kind == "dense" else device.memory_bytes_per_s

@@ -18,7 +18,7 @@ from pbjax.program.analysis import BatchAxes, find_batch
 from pbjax.roofline.batch_study import (
     BATCH_NODES,
     PLATEAU,
-    Choice,
+    SizeChoice,
     SizePoint,
     choose_point,
     interpolated,
@@ -52,7 +52,7 @@ class BatchChoice:
     model: str
     device_kind: str
     latency_s: float | None
-    choice: Choice
+    choice: SizeChoice
     predicted: tuple[SizePoint, ...]
     measured: tuple[SizePoint, ...]
     largest_batch: int

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pbjax.arguments import check_type, whole
+from pbjax.arguments import check_type, whole_number
 from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, InputError, InputTypeError
 from pbjax.planning.plan import Plan
@@ -106,7 +106,7 @@ def checked_unroll(unroll: object) -> int | None:
       InputTypeError: It is no whole number.
       InputError: It is less than 1.
     """
-    number = None if unroll is None else whole("optimize(unroll)", unroll)
+    number = None if unroll is None else whole_number("optimize(unroll)", unroll)
     if number is not None and number < 1:
         raise InputError(
             f"optimize(unroll={number}): not a number of blocks; 1 or more is allowed; leave out "

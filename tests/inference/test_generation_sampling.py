@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pbjax.errors import InputError
 from pbjax.inference.generation import sampling
-from pbjax.inference.generation.sampling import Kind, Sampling
+from pbjax.inference.generation.sampling import Sampling, StaticSettings
 
 V = 12
 # Steps of an eighth, so that there are equal scores and none that rounding could reorder.
@@ -116,11 +116,11 @@ def test_penalty_is_that_of_its_definition(scores, seen, penalty):
 
 def draw(scores, count, **filters):
     """Tokens that `count` seeds draw from the same scores."""
-    kind = Kind(draws=True, sorts=True, penalises=False)
+    static = StaticSettings(draws=True, sorts=True, penalises=False)
     given = arrays(batch_size=count, vocab=len(scores), **filters)
     keys = sampling.keys_of(np.arange(count, dtype=np.uint32), jnp.int32(0))
     rows = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (count, len(scores)))
-    return np.asarray(jax.jit(sampling.choose, static_argnums=4)(rows, None, given, keys, kind))
+    return np.asarray(jax.jit(sampling.choose, static_argnums=4)(rows, None, given, keys, static))
 
 
 def test_draws_have_the_probabilities_of_the_scores_over_the_temperature():
@@ -150,8 +150,8 @@ def test_row_of_temperature_zero_takes_the_best_beside_rows_that_draw():
         temperature=jnp.asarray([0.0, 1.0] * 100, jnp.float32),
     )
     keys = sampling.keys_of(np.arange(200, dtype=np.uint32), jnp.int32(0))
-    kind = Kind(draws=True, sorts=False, penalises=False)
-    found = np.asarray(sampling.choose(scores, None, given, keys, kind))
+    static = StaticSettings(draws=True, sorts=False, penalises=False)
+    found = np.asarray(sampling.choose(scores, None, given, keys, static))
     assert set(found[::2].tolist()) == {1}
     assert set(found[1::2].tolist()) == {0, 1, 2}
 
@@ -191,10 +191,10 @@ def test_the_best_token_stays_where_float32_makes_nothing_of_top_p():
 
 
 def test_kind_is_what_the_settings_need():
-    assert Sampling().kind == Kind(draws=False, sorts=False, penalises=False)
-    assert Sampling(temperature=1.0, min_p=0.1).kind == Kind(
+    assert Sampling().static == StaticSettings(draws=False, sorts=False, penalises=False)
+    assert Sampling(temperature=1.0, min_p=0.1).static == StaticSettings(
         draws=True, sorts=False, penalises=False
     )
-    assert Sampling(temperature=1.0, top_p=0.9).kind.sorts
-    assert Sampling(temperature=1.0, top_k=5).kind.sorts
-    assert Sampling(repetition_penalty=1.2).kind.penalises
+    assert Sampling(temperature=1.0, top_p=0.9).static.sorts
+    assert Sampling(temperature=1.0, top_k=5).static.sorts
+    assert Sampling(repetition_penalty=1.2).static.penalises

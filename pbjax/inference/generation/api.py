@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from pbjax.arguments import whole, whole_numbers
+from pbjax.arguments import whole_number, whole_numbers
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.graph.functional import shared_method
 from pbjax.inference.generation.decoding import (
@@ -184,7 +184,7 @@ def _request(
     stop_tokens: TokenIds,
     stop_strings: Sequence[str],
 ) -> Request:
-    max_new_tokens = whole("generate(max_new_tokens)", max_new_tokens)
+    max_new_tokens = whole_number("generate(max_new_tokens)", max_new_tokens)
     stop_tokens = whole_numbers("generate(stop_tokens)", stop_tokens)
     if max_new_tokens < 1:
         raise InputError(
@@ -225,7 +225,7 @@ def _seeds(seed: Seeds, batch_size: int) -> np.ndarray:
     if isinstance(seed, Sequence) or getattr(seed, "ndim", 0) > 0:
         seeds = whole_numbers("generate(seed)", seed)
     else:
-        first = whole("generate(seed)", seed)
+        first = whole_number("generate(seed)", seed)
         seeds = [first + index for index in range(batch_size)]
     if len(seeds) != batch_size:
         raise InputError(
@@ -246,7 +246,7 @@ def _run(request: Request, chunk: int) -> Iterator[Token]:
     decoder = Decoder(**{name: method.apply for name, method in methods.items()})
     weights = methods["decode"].params
     prompts, last = request.prompts, request.max_new_tokens
-    given = {"decoder": decoder, "kind": request.sampling.kind}
+    given = {"decoder": decoder, "static": request.sampling.static}
     cache, state = begin(
         weights,
         prompts.padded(bucket(prompts.longest, request.max_seq_len)),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pbjax.inference.generation.sampling import Kind, Settings, choose, keys_of
+from pbjax.inference.generation.sampling import Settings, StaticSettings, choose, keys_of
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ class State:
     step: Int[Array, ""]
 
 
-@partial(jax.jit, static_argnames=("decoder", "num_keys", "kind"))
+@partial(jax.jit, static_argnames=("decoder", "num_keys", "static"))
 def begin(
     weights: object,
     prompts: Int[Array | np.ndarray, "B T"],
@@ -102,7 +102,7 @@ def begin(
     *,
     decoder: Decoder,
     num_keys: int,
-    kind: Kind,
+    static: StaticSettings,
 ) -> tuple[object, State]:
     """Runs the prompts and chooses the first token of each sequence.
 
@@ -113,7 +113,7 @@ def begin(
       rules: Of the choice.
       decoder: The functions.
       num_keys: Tokens of a sequence that the cache has room for.
-      kind: What the rules need.
+      static: What the rules need.
 
     Returns:
       The cache and the state.
@@ -126,13 +126,13 @@ def begin(
         tokens=jnp.zeros((batch_size, num_keys), jnp.int32),
         log_probs=jnp.zeros((batch_size, num_keys), jnp.float32),
         done=jnp.zeros(batch_size, bool),
-        seen=_seen(prompts, lengths, logits.shape[1]) if kind.penalises else None,
+        seen=_seen(prompts, lengths, logits.shape[1]) if static.penalises else None,
         step=jnp.int32(0),
     )
-    return output.cache, _extend(state, logits, rules, kind)
+    return output.cache, _extend(state, logits, rules, static)
 
 
-@partial(jax.jit, static_argnames=("decoder", "kind"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("decoder", "static"), donate_argnames=("cache",))
 def advance(
     weights: object,
     cache: object,
@@ -142,7 +142,7 @@ def advance(
     rules: Rules,
     *,
     decoder: Decoder,
-    kind: Kind,
+    static: StaticSettings,
 ) -> tuple[object, State]:
     """Generates until each sequence has ended or has `limit` tokens.
 
@@ -154,7 +154,7 @@ def advance(
       limit: Tokens of a sequence.
       rules: Of the choice.
       decoder: The functions.
-      kind: What the rules need.
+      static: What the rules need.
 
     Returns:
       The cache and the state.
@@ -169,7 +169,7 @@ def advance(
         last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
         output = decoder.decode(weights, last, cache)
         logits = output.logits[:, 0].astype(jnp.float32)
-        return output.cache, _extend(state, logits, rules, kind)
+        return output.cache, _extend(state, logits, rules, static)
 
     start = replace(state, done=state.done | stopped)
     return jax.lax.while_loop(unfinished, step, (cache, start))
@@ -184,11 +184,13 @@ def window(
     return part(state.tokens), part(state.log_probs)
 
 
-def _extend(state: State, logits: Float[Array, "B V"], rules: Rules, kind: Kind) -> State:
+def _extend(
+    state: State, logits: Float[Array, "B V"], rules: Rules, static: StaticSettings
+) -> State:
     """The state with one token more for each sequence that has not ended."""
     with jax.named_scope("sampling"):
         keys = keys_of(rules.seeds, state.step)
-        tokens = choose(logits, state.seen, rules.settings, keys, kind)
+        tokens = choose(logits, state.seen, rules.settings, keys, static)
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
         log_probs = chosen - jax.nn.logsumexp(logits, axis=1)
         seen = state.seen

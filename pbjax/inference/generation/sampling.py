@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from pbjax.arguments import number, whole
+from pbjax.arguments import number, whole_number
 from pbjax.errors import InputError
 
 
@@ -41,7 +41,7 @@ class Sampling:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             object.__setattr__(self, name, number(f"generate({name})", getattr(self, name)))
         if self.top_k is not None:
-            object.__setattr__(self, "top_k", whole("generate(top_k)", self.top_k))
+            object.__setattr__(self, "top_k", whole_number("generate(top_k)", self.top_k))
         self._require("temperature", 0 <= self.temperature < math.inf, "0 or a positive number")
         self._require("top_k", self.top_k is None or self.top_k >= 1, "1 or more, or None")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -68,9 +68,9 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
-    def kind(self) -> "Kind":
+    def static(self) -> "StaticSettings":
         """What the compiled step must be able to do."""
-        return Kind(
+        return StaticSettings(
             draws=self.temperature > 0,
             sorts=self.top_k is not None or self.top_p < 1,
             penalises=self.repetition_penalty != 1,
@@ -78,7 +78,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class StaticSettings:
     """The part of the settings that is compiled; all else are inputs.
 
     Attributes:
@@ -162,25 +162,25 @@ def choose(
     seen: Bool[Array, "B V"] | None,
     settings: Settings,
     keys: Key[Array, " B"],
-    kind: Kind,
+    static: StaticSettings,
 ) -> Int[Array, " B"]:
     """Chooses a token for every row, by its own key and settings alone.
 
     Args:
       scores: The model's scores in f32.
-      seen: Which tokens are there already; None unless `kind` penalises.
+      seen: Which tokens are there already; None unless `static` penalises.
       settings: Of each row.
       keys: Random key of each row.
-      kind: What the settings need.
+      static: What the settings need.
     """
     if seen is not None:
         scores = penalise(scores, seen, settings.repetition_penalty)
     best = jnp.argmax(scores, axis=1).astype(jnp.int32)
-    if not kind.draws:
+    if not static.draws:
         return best
     greedy = settings.temperature == 0
     scaled = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
-    kept = keep_likely(scaled, settings, sorts=kind.sorts)
+    kept = keep_likely(scaled, settings, sorts=static.sorts)
     drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
     return jnp.where(greedy, best, drawn)
 
