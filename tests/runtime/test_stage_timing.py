@@ -1,6 +1,9 @@
-"""Stage timing: what a stage is fed with, what is compiled, and in what company it is timed."""
+"""Stage timing: what a stage is fed with, what is compiled, and under what load it is timed."""
 
+from itertools import accumulate, chain
 from threading import current_thread, main_thread
+from time import perf_counter
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from pbjax.errors import DeviceError
 from pbjax.planning.profile_grid import Run
 from pbjax.planning.profiling import Timing
 from pbjax.program.analysis import analyse
-from pbjax.runtime import stage_timing
+from pbjax.runtime import stage_timing, timing
 from pbjax.runtime.stage_timing import StageTimer
 from pbjax.runtime.timing import SAMPLES
 from tests.kernel_decoder import H200, B, decode_step, inputs
@@ -122,12 +125,24 @@ def test_programs_with_cudnn_run_when_no_other_does(monkeypatch, mark, alone):
     assert {thread is main_thread() for thread in threads} == {alone}
 
 
-def test_real_clock_gives_positive_seconds():
+def test_seconds_are_those_of_the_clock_around_calls_of_the_stage(monkeypatch):
     _, _, analysis, timer = stage_timer("no_repetition", 4)
+    run = Run(stage=analysis.summary.block[0], batch_size=4)
+    timer.prepare([(run,)])
+    seconds = [0.5, 1.0, 7.0, 3.0, 2.0, 5.0]
+    readings = accumulate(chain.from_iterable((0.25, each) for each in seconds))
+    clock = SimpleNamespace(perf_counter=lambda: next(readings))
+    monkeypatch.setattr(timing, "time", clock)
+    found = timer(run)
+    assert (found.median_s, found.spread_s, found.samples) == (3.0, 4.5, SAMPLES)
+    assert next(readings, None) is None
+
+
+def test_clock_of_the_machine_gives_seconds():
+    _, _, analysis, timer = stage_timer("no_repetition", 4)
+    start = perf_counter()
     found = timer(Run(stage=analysis.summary.block[0], batch_size=4))
-    assert 0 < found.median_s < 1
-    assert found.spread_s >= 0
-    assert found.samples == SAMPLES
+    assert 0 < found.median_s < perf_counter() - start
 
 
 def test_no_weight_is_copied_for_a_size(run_once):
@@ -144,7 +159,7 @@ def test_no_weight_is_copied_for_a_size(run_once):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """As on a GPU, without one: the company and the jobs of each trace."""
+    """As on a GPU, without one: the load and the jobs of each trace."""
     seen = []
 
     def run(load, jobs):

@@ -1,4 +1,4 @@
-"""Timing: unions of intervals, kernels of calls, samples, and kernels in company."""
+"""Timing: unions of intervals, kernels of calls, samples, and kernels under load."""
 
 import pytest
 
@@ -97,17 +97,24 @@ def test_calls_are_queued_on_a_gpu_until_launching_them_hides(monkeypatch, secon
     assert len(clock.calls) == 2 + 3 * calls
 
 
-def test_call_too_short_for_the_clock_is_timed(monkeypatch):
+def test_call_too_short_for_the_clock_is_taken_for_one_tick(monkeypatch):
     clock = Clock(monkeypatch)
-    spans = (0.0 if i < 8 else 1.0 for i in range(10**6))
-    assert time_function(clock.job("f", spans), samples=1).median_s >= 0.0
+    found = time_function(clock.job("f", endless(1.0, 0.0, then=1e-7)), samples=1)
+    assert len(clock.calls) == 2 + int(timing.MIN_SAMPLE_S / timing.CLOCK_TICK_S)
+    assert found.median_s == pytest.approx(1e-7)
+
+
+def test_spread_is_the_distance_of_the_quartiles(monkeypatch):
+    clock = Clock(monkeypatch)
+    found = time_function(clock.job("f", iter([9.0, 1.0, 7.0, 1.0, 3.0, 2.0, 5.0])))
+    assert (found.median_s, found.spread_s, found.samples) == (3.0, 4.5, 5)
 
 
 def kernel(program, start_s, seconds):
     return Kernel(name="k", start_s=start_s, end_s=start_s + seconds, program=program)
 
 
-def test_kernels_under_load_are_told_from_the_company(monkeypatch):
+def test_kernels_under_load_are_told_from_the_load(monkeypatch):
     """Two jobs of 2 ms and of two kernels of 0.24 ms, between calls of 0.9 ms of something else."""
     clock = Clock(monkeypatch)
     trace, queued = [], []
@@ -143,6 +150,6 @@ def test_job_without_kernels_in_the_trace_is_refused(monkeypatch):
     Clock(monkeypatch)
     monkeypatch.setattr(timing, "traced_kernels", lambda *_: (kernel("jit_load", 0.0, 1.0),))
     monkeypatch.setattr(timing, "SETTLE_S", 1e-5)
-    monkeypatch.setattr(timing, "COMPANY_S", 1e-5)
+    monkeypatch.setattr(timing, "LOAD_S", 1e-5)
     with pytest.raises(DeviceError, match="0 kernels"):
         time_under_load(lambda: None, {"jit_a": lambda: None})
