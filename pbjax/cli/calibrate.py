@@ -5,10 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from pbjax.cli.devices import this_device
-from pbjax.cli.paths import path_option
+from pbjax.cli.options import Json, path_option, this_device
 from pbjax.files import check_writable
 
 if TYPE_CHECKING:
@@ -21,9 +18,7 @@ def calibrate(
         Path | None,
         path_option(help="Where to write; the user's cache otherwise, where pbjax finds it."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure the real ceilings of this machine: products, bandwidth, functions, launches."""
     from pbjax.planning.ceilings import NAME, user_folder

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pbjax.cli.options import Dtype, Figures, Html, Json, path_option, to_source
 from pbjax.cli.outputs import check_drawable
-from pbjax.cli.paths import path_option, to_source
 from pbjax.cli.subject import (
     Peaks,
     Subject,
@@ -58,7 +58,7 @@ def roofline(
             help="Tokens, samples or frames of a row; images need none. In decode what is cached.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     layers: Annotated[
         int | None, typer.Option(min=1, help="How many layers; all of the model's otherwise.")
     ] = None,
@@ -104,16 +104,9 @@ def roofline(
     measured: Annotated[
         Path | None, path_option(help="Compare with what --save-measured has kept.")
     ] = None,
-    html: Annotated[
-        Path | None, path_option(help="Also write a page with figures that needs no network.")
-    ] = None,
-    figures: Annotated[
-        Path | None,
-        path_option(help="Also write figures (SVG, PNG), CSV and JSON into this folder."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    html: Html = None,
+    figures: Figures = None,
+    as_json: Json = False,
 ) -> None:
     """Predict what bounds each part of a model on a device; needs neither weights nor a GPU."""
     _require_owner("--latency-ms", latency_ms, "--study", study)

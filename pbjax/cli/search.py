@@ -1,23 +1,20 @@
-"""The commands `pbjax profile` and `pbjax search`: tables, and plans from them without a GPU.
+"""The command `pbjax search`: a plan for a device that need not be there, from a measured table.
 
-`profile` measures the stages of a model on the device of JAX; `search` plans for a device that need
-not be there, from a table that was measured on one. Both take models by the name of a preset or by
-a folder with a config.json, with random weights or none, up to their last hidden states.
+The model is a preset's name or a folder with a config.json, without weights, up to its last hidden
+states.
 """
 
 import json
 import sys
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pbjax.cli.devices import named_device, this_device
-from pbjax.cli.paths import path_option, to_source
+from pbjax.cli.options import Batch, Dtype, Json, Model, Seq, named_device, path_option
 from pbjax.errors import DeviceError, InputError, warn
 from pbjax.files import check_writable
 
@@ -27,60 +24,6 @@ if TYPE_CHECKING:
     from pbjax.planning.program_summary import ProgramSummary
     from pbjax.program.analysis import Analysis
     from pbjax.tuning.preset_model import ForwardPass
-
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A preset, such as bert-base, or a folder with a config.json.", parser=to_source
-    ),
-]
-Batch = Annotated[int, typer.Option(min=1, help="Rows of the batch.")]
-Seq = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens or frames of a row; the usual ones of a benchmark if absent."),
-]
-Dtype = Annotated[str, typer.Option(help="Of weights and activations.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
-def profile(
-    model: Model,
-    batch: Batch,
-    out: Annotated[Path, path_option(help="Table to write, or to complete if it is there.")],
-    seq: Seq = None,
-    dtype: Dtype = "bfloat16",
-    device: Annotated[
-        str | None, typer.Option(help="What this device must be; any that is there if absent.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure the stages of a model on this device, alone and side by side."""
-    from pbjax.progress import ProgressPrinter
-    from pbjax.runtime.phases import Phases
-    from pbjax.tuning.measured_table import measured_table
-    from pbjax.tuning.preset_model import ForwardPass
-
-    began = time.perf_counter()
-    here = _profiled_device(device)
-    asked = ForwardPass(model=model, batch_size=batch, seq_len=seq, dtype=dtype)
-    if not out.exists():
-        check_writable("pbjax profile --out", out)
-    with ProgressPrinter() as progress:
-        phases = Phases(progress)
-        with phases.phase("analyse"):
-            analysis, leaves = asked.filled(here)
-        found = measured_table(analysis, leaves, out, phases, asked.command(here, out.name))
-    seconds = {phase.name: round(phase.seconds, 1) for phase in phases.finished()}
-    document = {
-        "table": str(out),
-        "device_kind": here.kind,
-        "rows": len(found.profile.rows),
-        "pairs": len(found.profile.corun),
-        "measured": found.rows_measured,
-        "seconds": round(time.perf_counter() - began, 1),
-        "phases": seconds,
-    }
-    print(json.dumps(document) if as_json else _profile_text(document, asked.command(here, out)))
 
 
 def search(
@@ -123,18 +66,6 @@ def search(
         print(json.dumps(document_of(plan, found, best)))
     else:
         print(plan_text(plan, measured, found, best, title=asked.name))
-
-
-def _profiled_device(wanted: str | None) -> "Device":
-    asked = "pbjax profile"
-    named = None if wanted is None else named_device(asked, wanted)  # before JAX looks for devices
-    here = this_device(asked)
-    if named is not None and named.kind != here.kind:
-        raise DeviceError(
-            f"{asked} --device {wanted}: the first device of JAX is {here.kind!r}; a table "
-            "is measured on its device; run this there, or leave out --device"
-        )
-    return here
 
 
 def _shipped(device: "Device", asked: "ForwardPass") -> Path:
@@ -219,13 +150,3 @@ def _kinds(table: "Profile") -> str:
     kinds = {(row.dtype, row.shape) for row in table.rows}
     found = [f"{dtype} rows of {' x '.join(map(str, shape))}" for dtype, shape in sorted(kinds)]
     return " and ".join(found) or "no stage"
-
-
-def _profile_text(document: dict[str, Any], command: str) -> str:
-    phases = ", ".join(f"{name} {seconds} s" for name, seconds in document["phases"].items())
-    done = "written" if document["measured"] else "complete already"
-    return (
-        f"{document['device_kind']}: {document['rows']} rows and {document['pairs']} pairs, "
-        f"{document['measured']} of them new, in {document['seconds']} s ({phases})\n"
-        f"{done}: {document['table']}\nagain: {command}"
-    )

@@ -1,16 +1,18 @@
 """A model on a device as the commands ask about it: its predicted and its measured reports."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
-from pbjax.cli.devices import named_device, this_device
+from pbjax.cli.model_folder import Shape
+from pbjax.cli.options import named_device, this_device
 from pbjax.errors import InputError, MemoryBudgetError
+from pbjax.roofline.depth import TRACED_LAYERS, deep_report
 
 if TYPE_CHECKING:
     from pbjax.device import Device
@@ -18,48 +20,7 @@ if TYPE_CHECKING:
     from pbjax.roofline.measured_table import MeasuredTable
     from pbjax.roofline.result import Roofline
 
-# Of a deeper model so many are traced, and one less: the rest are like the last. In three a
-# Conformer's layers are not yet found to repeat as they do in nine.
-TRACED_LAYERS = 5
-
 Peaks = Literal["measured", "datasheet"]
-
-
-@runtime_checkable
-class Shape(Protocol):
-    """What is asked of a model; `models` makes it, which nothing here imports."""
-
-    @property
-    def config(self) -> Any:
-        """Its sizes."""
-
-    @property
-    def module(self) -> Any:
-        """The module, of shapes and dtypes or with weights."""
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """What a call of it can do."""
-        ...
-
-    def call(self, phase: str, batch_size: int, seq_len: int | None, new_tokens: int = 1) -> Any:
-        """A call of it in shapes."""
-
-    def with_layers(self, num_layers: int) -> "Shape":
-        """The same with another number of layers."""
-        ...
-
-    def calling_kernels(self) -> "Shape":
-        """The same with the kernels of the device that is traced for."""
-        ...
-
-    def filled(self) -> "Shape":
-        """The same with random weights and the kernels of this device."""
-        ...
-
-    def values(self, call: Any) -> tuple[object, ...]:
-        """Random inputs of a call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +28,7 @@ class Subject:
     """A model on a device; makes its reports, each once.
 
     Attributes:
-      name: Of the model, for reports.
+      name: The model's name, for reports.
       shape: The model.
       device: Where it would run.
       attention: "fused" or "unfused".
@@ -99,8 +60,22 @@ class Subject:
 def _report(
     subject: Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
 ) -> "Roofline":
-    if subject.num_layers is not None:
-        return _deep_report(subject, phase, batch_size, seq_len, new_tokens)
+    asked = phase, batch_size, seq_len, new_tokens
+    if subject.num_layers is None:
+        return _traced_report(subject, *asked)
+    return deep_report(
+        lambda count: _traced_report(_with_layers(subject, count), *asked), subject.num_layers
+    )
+
+
+@cache
+def _with_layers(subject: Subject, num_layers: int) -> Subject:
+    return replace(subject, shape=subject.shape.with_layers(num_layers), num_layers=None)
+
+
+def _traced_report(
+    subject: Subject, phase: str, batch_size: int, seq_len: int | None, new_tokens: int
+) -> "Roofline":
     device, target = subject.device, nullcontext()
     if subject.kernels:
         target = import_module("models.presets").traced_for(device.kind, device.num_sms)
@@ -108,15 +83,6 @@ def _report(
         shape = subject.shape.calling_kernels() if subject.kernels else subject.shape
         call = shape.call(phase, batch_size, seq_len, new_tokens)
         return _call_report(subject, phase, batch_size, call, call.inputs, measure=False)
-
-
-def _deep_report(subject: Subject, *call: Any) -> "Roofline":
-    from pbjax.roofline.depth import deepened
-
-    assert subject.num_layers is not None
-    shapes = (subject.shape.with_layers(TRACED_LAYERS - 1), subject.shape)
-    reports = (replace(subject, shape=shape, num_layers=None).report(*call) for shape in shapes)
-    return deepened(*reports, num_more=subject.num_layers - TRACED_LAYERS + 1)
 
 
 def _call_report(
@@ -187,28 +153,6 @@ def find_subject(
     )
 
 
-def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed: str) -> Shape:
-    """The model of a folder without its weights: what is of no use is refused before they are read.
-
-    Args:
-      folder: A Hugging Face folder, or one of `pbjax convert`.
-      asked: The command, for the message.
-      fits: Whether the command can do anything with a model.
-      allowed: Models of which that is so, for the message.
-
-    Raises:
-      InputError: It is another model.
-      CheckpointError: The folder has no configuration, or one that is not supported.
-    """
-    shape = import_module("models.presets").find_shape(str(folder.absolute()))
-    if not fits(shape):
-        raise InputError(
-            f"{asked}({folder}): a {type(shape.module).__name__}; {allowed} is allowed; give the "
-            "folder of such a model"
-        )
-    return shape
-
-
 def measured_reports(
     subject: Subject, phases: Sequence[str], sizes: Sequence[tuple[int, int | None]]
 ) -> "list[Roofline]":
@@ -222,9 +166,8 @@ def measured_reports(
     calls = [(phase, *size) for size in dict.fromkeys(sizes) for phase in phases]
     for phase, batch, seq in calls:
         require_room(subject, subject.report(phase, batch, seq), seq)
-    whole = subject.num_layers
-    shape = subject.shape if whole is None else subject.shape.with_layers(whole)
-    filled = replace(subject, shape=shape.filled(), num_layers=None)
+    whole = subject if subject.num_layers is None else _with_layers(subject, subject.num_layers)
+    filled = replace(whole, shape=whole.shape.filled())
     return [filled.measured(*call) for call in calls]
 
 

@@ -1,0 +1,59 @@
+"""How a command ends: its exit code, and one line on stderr for every error and warning."""
+
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import typer
+
+from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
+
+EPILOG = (
+    "Results go to stdout, progress and warnings to stderr. Exit codes: 0 done; 1 a model, plan or"
+    " device that cannot be used; 2 a wrong argument or file; 3 an unsupported configuration;"
+    " 4 tensors that do not fit; 5 outputs that are not the model's; 130 interrupted."
+)
+
+
+@contextmanager
+def exit_codes() -> Generator[None]:
+    """Turns warnings, and errors that are raised on purpose, into a line on stderr and a code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+@contextmanager
+def interrupted_with(kept: str) -> Generator[None]:
+    """Says what becomes of the work where the user ends it.
+
+    Args:
+      kept: What is kept; nothing is said if it is empty.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*filter(None, [kept])) from None
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _exit_code(error: Exception) -> int | None:
+    if isinstance(error, VerificationError):
+        return 5
+    if isinstance(error, InputError | FileError):
+        return 2
+    return 1 if isinstance(error, PbjaxError) else getattr(error, "exit_code", None)
