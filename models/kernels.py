@@ -59,7 +59,7 @@ class Kernels:
 
 
 PLAIN = Kernels()
-# By measurement on an H200: docs/models_speed.md.
+# By measurement on an H200: docs/design/models.md.
 HOPPER = Kernels(
     attention="pallas",
     ragged_attention="cudnn",

@@ -28,7 +28,7 @@ from pbjax.runtime.execution import SplitProgram, WeightLayout, overlap_options
 from pbjax.runtime.timing import time_alternately, traced_kernels
 
 SAMPLES, TRACED_CALLS = 5, 3
-# As the unsplit models run fastest: docs/models_speed.md.
+# As the unsplit models run fastest: docs/design/models.md.
 PLAIN_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 # Without a GPU only whether it runs is asked: most of a try was LLVM making fast code.
 CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

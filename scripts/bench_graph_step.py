@@ -3,7 +3,7 @@
 
 Two chains of kernels with SM budgets: while one sub-batch reads its caches, the other multiplies.
 With --in-turns each waits for the other's products before its own, and for the other's reading;
-without, only data is waited for. docs/decode_step.md has what came of it.
+without, only data is waited for. docs/design/decode_step.md has what came of it.
 
     python scripts/bench_graph_step.py --case 1024x512 --budgets 96+36 84+48 --out FILE
 """

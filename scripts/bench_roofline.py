@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures this GPU's ceilings and what the stages of models take, for docs/roofline.md.
+"""Measures this GPU's ceilings and what the stages of models take, for docs/design/roofline.md.
 
 Several processes trace and compile side by side; once all are ready, they measure one after the
 other. Weights are random, layers call the kernels that the device has.

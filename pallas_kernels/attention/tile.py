@@ -143,7 +143,7 @@ class Problem:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Picks the tile by what was measured on an H200 (docs/kernels_attention.md)."""
+    """Picks the tile by what was measured on an H200 (docs/design/attention.md)."""
     has_bias = bool(problem.bias_batch)
     if problem.has_relative:
         return Tile() if problem.head_dim <= 64 else Tile(block_kv=64)

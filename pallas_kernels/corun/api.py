@@ -152,7 +152,7 @@ def gemm_beside_decode_attention(
 ) -> GemmBesideDecodeAttention:
     """A GEMM of one sub-batch beside the decode attention of another, in one launch.
 
-    Where it pays stands in docs/kernels_corun.md: with enough rows that the weights, which each
+    Where it pays stands in docs/design/corun.md: with enough rows that the weights, which each
     sub-batch reads for itself, cost less than what runs beside.
 
     The attention of a layer is shared out over the launches of several GEMMs by sequences: each

@@ -1,6 +1,6 @@
 """Predicted seconds of kernel calls on a Hopper GPU, alone and two in one launch.
 
-Only shapes are looked at. What the constants were measured by stands in docs/kernels_corun.md; the
+Only shapes are looked at. What the constants were measured by stands in docs/design/corun.md; the
 seconds of products come from the tables that choose their tiles.
 """
 

@@ -3,7 +3,7 @@
 Warpgroups 0 and 1 multiply, 2 copies operands for them, 3 streams its own data through its own
 ring. So each SM has both kinds of work from start to end whatever their shares, and neither waits
 for the other. The other design, some SMs for one and some for the other, is slower: see
-docs/kernels_corun.md.
+docs/design/corun.md.
 
 Partners: decode attention (corun.decode_attention), a norm with a residual sum
 (pallas_kernels.norm), and column sums of a large array, the plainest reader.

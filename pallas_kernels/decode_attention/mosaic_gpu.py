@@ -104,7 +104,7 @@ class Problem:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Picks the tile by what was measured (docs/kernels_attention.md): as deep as fits."""
+    """Picks the tile by what was measured (docs/design/attention.md): as deep as fits."""
     block_kv = 128 if problem.head_dim <= 128 and problem.columns == 8 else 64
     if (
         problem.page_size is not None

@@ -11,7 +11,7 @@ from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
 MAX_NARROW_COLS = 12
 RATED_SMS = 132
 # Up to these rows in all XLA's products run: ours read 34 MB of weights in 32 us at 1 and 8 rows,
-# 1.0 TB/s, and LLaMA3-8B's MLP at half of the bandwidth at 32 rows (docs/roofline.md).
+# 1.0 TB/s, and LLaMA3-8B's MLP at half of the bandwidth at 32 rows (docs/design/roofline.md).
 FEW_ROWS = 32
 # Rates of XLA's products, which split the sum over K where tiles are few, and what else one takes.
 XLA_FLOPS_PER_S, XLA_BYTES_PER_S, XLA_S = 700e12, 4.2e12, 4e-6
@@ -25,8 +25,8 @@ class _Candidate:
 
     Rates are TFLOP/s on 132 SMs, of the tile and of its narrow ones. Overheads are in steps of
     tile_k: of every tile, and what a residual or an activation adds. They were fitted to 23 shapes,
-    docs/kernels.md. A loop of fewer than least_steps is unrolled in the copying warpgroup, whose 40
-    registers do not hold the slots of eight steps unless their number is a power of two.
+    docs/design/kernels.md. A loop of fewer than least_steps is unrolled in the copying warpgroup,
+    whose 40 registers do not hold the slots of eight steps unless their number is a power of two.
     """
 
     tile: Tile

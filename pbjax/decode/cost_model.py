@@ -24,7 +24,7 @@ from pbjax.program.fused_costs import KERNELS, fused_seconds
 # launch takes beside its work, both of an H200.
 COPY_SHARE, LAUNCH_S = 0.9, 2e-6
 # Of an H200: what calls that follow each other take, over a single call, whose clock has not fallen
-# yet (docs/decode_step.md).
+# yet (docs/design/decode_step.md).
 SUSTAINED = 1.07
 # XLA computes what feeds these where it writes their results.
 _FUSED_INTO = frozenset(name for name in KERNELS if name.startswith("scatter"))

@@ -68,7 +68,7 @@ def _attention_flops(given: Given) -> float:
         return 0.0
     batch_size, num_queries, num_heads, head_dim = given["q"].shape
     num_keys = given["k"].shape[1]
-    keys = 128 if head_dim <= 64 else 64  # of a tile, as docs/kernels_attention.md has them
+    keys = 128 if head_dim <= 64 else 64  # of a tile, as docs/design/attention.md has them
     scored = num_keys * (ROWS + keys) / keys
     rows = num_queries + num_keys
     return 2.0 * batch_size * num_heads * num_queries * head_dim * (scored - rows)

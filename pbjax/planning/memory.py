@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pbjax.planning.program_summary import ProgramSummary
 
 # What sub-batches that may overlap take over what the fullest stage of each holds: measured of
-# BERT-Base it is 1.22, of small models compiled for an H200 0.97 to 1.13 (docs/overlap.md).
+# BERT-Base it is 1.22, of small models compiled for an H200 0.97 to 1.13 (docs/design/search.md).
 TOGETHER = 1.25
 
 

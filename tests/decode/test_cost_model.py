@@ -55,7 +55,7 @@ def test_items_of_a_size_are_those_of_the_function_traced_at_it(size):
     assert sum(item.role == Role.MEMORY for item in found) == LAYERS
 
 
-# Microseconds of a layer as two half layers, by device time: docs/kernels_corun.md.
+# Microseconds of a layer as two half layers, by device time: docs/design/corun.md.
 @pytest.mark.parametrize(
     ("layer", "measured_us"), list(zip(DECODE_LAYERS, (916, 758, 780, 794), strict=True))
 )
@@ -84,7 +84,7 @@ def test_a_product_alone_takes_what_the_table_of_its_tiles_says():
     )
 
 
-# Of out and down of LLaMA3-8B, microseconds of cuBLASLt: docs/kernels.md.
+# Of out and down of LLaMA3-8B, microseconds of cuBLASLt: docs/design/kernels.md.
 @pytest.mark.parametrize(
     ("rows", "k", "measured_us"),
     [
