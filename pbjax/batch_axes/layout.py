@@ -19,6 +19,25 @@ from pbjax.graph.trace import Operation, describe
 type Shape = tuple[int, ...]
 
 
+class SplitError(ModelError):
+    """The batch cannot be split: an operation mixes its rows, or needs their number.
+
+    Attributes:
+      found: Which operation it is, on which line of the model, and what it does.
+      advice: What is allowed, and what to do.
+      asked: What needs a split.
+    """
+
+    def __init__(self, found: str, advice: str, asked: str = "split of the batch"):
+        """Takes the parts of the message."""
+        super().__init__(found, advice, asked)
+        self.found, self.advice, self.asked = found, advice, asked
+
+    def __str__(self) -> str:
+        """The message, in the form of all errors."""
+        return f"{self.asked}: {self.found}; {self.advice}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Where the rows of the batch lie in a value.
@@ -126,7 +145,7 @@ class Step:
         return _shapes(self.twin.equation.outvars)
 
     def refuse(self, found: str) -> Never:
-        """Raises the ModelError that names the operation."""
+        """Raises the SplitError that names the operation."""
         refuse(describe(self.operation), found)
 
     def same(self, rows: Rows | None) -> tuple[Rows | None, ...]:
@@ -149,9 +168,10 @@ def _shapes(atoms: Sequence) -> tuple[Shape, ...]:
 
 def refuse(what: str, found: str) -> Never:
     """Raises the error that says which operation mixes rows, and how."""
-    raise ModelError(
-        f"split of the batch: {what} {found}; each row must be computed without the others; take "
-        "this step out of the model, or give batch_axes=None to an input that all rows share"
+    raise SplitError(
+        f"{what} {found}",
+        "each row must be computed without the others; take this step out of the model, or give "
+        "batch_axes=None to an input that all rows share",
     )
 
 

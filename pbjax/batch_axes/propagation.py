@@ -15,12 +15,22 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.batch_axes.indexing import INDEXING_RULES, fold, generate, index_step, plain, special
-from pbjax.batch_axes.layout import Constant, Fact, Kind, Layout, Rows, Step, fits, refuse
+from pbjax.batch_axes.layout import (
+    Constant,
+    Fact,
+    Kind,
+    Layout,
+    Rows,
+    SplitError,
+    Step,
+    fits,
+    refuse,
+)
 from pbjax.batch_axes.rules import RULES, Located
-from pbjax.errors import InputError, ModelError
+from pbjax.errors import InputError
 from pbjax.graph.trace import Atom, Graph, Operation, body_graph, describe, scan_parts
 
-__all__ = ["Rows", "find_rows"]
+__all__ = ["Rows", "SplitError", "find_rows"]
 
 type Env = dict[int, Fact]
 
@@ -63,7 +73,7 @@ def find_rows(
 
     Raises:
       InputError: The sizes, axes and shapes of the inputs do not agree.
-      ModelError: The function mixes rows, or its result for a row depends on the batch size. The
+      SplitError: The function mixes rows, or its result for a row depends on the batch size. The
         message names the first such operation.
     """
     _check_sizes(graph, batch_size, probe_size, in_axes)
@@ -126,10 +136,11 @@ def _check_output(number: int, fact: Fact) -> None:
     if special(fact):
         refuse(f"output {number}", "is made of row numbers or of the batch size")
     if rows is not None and (rows.outer, rows.inner) != (1, 1):
-        raise ModelError(
-            f"split of the batch: output {number} has the batch merged into axis {rows.axis} "
-            f"({rows.outer} x batch x {rows.inner}); every output needs a batch axis of its own; "
-            "return it before the reshape that merges them"
+        raise SplitError(
+            f"output {number} has the batch merged into axis {rows.axis} "
+            f"({rows.outer} x batch x {rows.inner})",
+            "every output needs a batch axis of its own; return it before the reshape that merges "
+            "them",
         )
 
 
@@ -142,10 +153,11 @@ class _Walk:
 
     def changed(self, found: str, what: str) -> None:
         """Refuses a program that is another one at another batch size."""
-        raise ModelError(
-            f"split of the batch: {what} depends on the batch size: from {self.batch_size} to "
-            f"{self.probe_size} rows {found}; the program must be the same for every batch size; "
-            "do not branch on the length of the batch or bake arrays of it into the model"
+        raise SplitError(
+            f"{what} depends on the batch size: from {self.batch_size} to {self.probe_size} rows "
+            f"{found}",
+            "the program must be the same for every batch size; do not branch on the length of the "
+            "batch or bake arrays of it into the model",
         )
 
     def read(self, env: Mapping[int, Fact], atom: Atom, twin: Atom) -> Fact:
@@ -234,7 +246,7 @@ def _by_rule(step: Step) -> tuple[Fact, ...]:
     uniform = all(layout.kind == Kind.UNIFORM for layout in layouts)
     try:
         outputs = _checked(step, rule(step, _located(step, layouts, outside=False)))
-    except ModelError:
+    except SplitError:
         if not uniform:
             raise
         outputs = _checked(step, rule(step, _located(step, layouts, outside=True)))
@@ -296,6 +308,13 @@ def _merged(step: Step, fact: Fact, other: Fact) -> Layout | None:
     return first if second.kind == Kind.UNIFORM else second
 
 
+def _bodies(step: Step, name: str) -> tuple[Graph, Graph]:
+    """The body that a parameter holds, in the graph and in the probe."""
+    return body_graph(step.params[name], step.operation), body_graph(
+        step.twin_params[name], step.twin
+    )
+
+
 def _results(walk: _Walk, bodies: tuple[Graph, Graph], facts: Sequence[Fact]) -> list[Fact]:
     body, twin = bodies
     env = walk.graph(body, twin, [None] * body.num_weights + list(facts))
@@ -325,7 +344,7 @@ def _scan(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     first_xs = len(roles.consts) + len(roles.carry)
     consts, carry = facts[: len(roles.consts)], facts[len(roles.consts) : first_xs]
     xs = facts[first_xs:]
-    bodies = body_graph(step.params["jaxpr"]), body_graph(step.twin_params["jaxpr"])
+    bodies = _bodies(step, "jaxpr")
     if any(layout is not None and layout.rows.axis == 0 for layout in xs):
         if carry or any(consts) or any(_rows(layout) != Rows(axis=0) for layout in xs):
             step.refuse("goes through the rows one after the other and lets them meet")
@@ -348,12 +367,11 @@ def _shifted(layout: Fact, by: int) -> Fact:
 
 
 def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    params, twin = step.params, step.twin_params
+    params = step.params
     facts = [plain(step, fact) for fact in step.facts]
     num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
     tests, consts = facts[:num_test], facts[num_test : num_test + num_body]
-    body = body_graph(params["body_jaxpr"]), body_graph(twin["body_jaxpr"])
-    test = body_graph(params["cond_jaxpr"]), body_graph(twin["cond_jaxpr"])
+    body, test = _bodies(step, "body_jaxpr"), _bodies(step, "cond_jaxpr")
     carry = _settled(
         step,
         facts[num_test + num_body :],
@@ -372,7 +390,8 @@ def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     pairs = zip(step.params["branches"], step.twin_params["branches"], strict=True)
     merged: list[Fact] | None = None
     for branch, twin in pairs:
-        results = _results(walk, (body_graph(branch), body_graph(twin)), facts[1:])
+        bodies = body_graph(branch, step.operation), body_graph(twin, step.twin)
+        results = _results(walk, bodies, facts[1:])
         if merged is None:
             merged = [plain(step, fact) for fact in results]
         merged = [_merged(step, a, b) for a, b in zip(merged, results, strict=True)]
@@ -381,8 +400,7 @@ def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
 
 def _kernel(walk: _Walk, step: Step) -> tuple[Fact, ...]:
     """A kernel does to the rows what it means in plain JAX."""
-    bodies = body_graph(step.params["plain"]), body_graph(step.twin_params["plain"])
-    return tuple(_results(walk, bodies, step.facts))
+    return tuple(_results(walk, _bodies(step, "plain"), step.facts))
 
 
 _NESTED: Mapping[str, Callable[[_Walk, Step], tuple[Fact, ...]]] = {

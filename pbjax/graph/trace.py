@@ -10,8 +10,7 @@ and where the batch lies, is not decided here.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
 import jax
@@ -19,18 +18,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
-import pallas_kernels
 from pbjax.errors import ModelError
 from pbjax.graph.cost import CALLS
+from pbjax.graph.source_lines import traced_line
 
 type Atom = int | Literal
-
-# Frames that are no line of the user's model; a model may lie in any folder, one named jax or pbjax
-# among them.
-_PBJAX = Path(__file__).parents[1]
-_LIBRARIES = (Path(jax.__file__).parent, Path(pallas_kernels.__file__).parent, _PBJAX)
-_NOT_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
-_FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
 
 
 @runtime_checkable
@@ -51,6 +43,8 @@ class Operation:
       inputs: Numbers of the values it reads; literals stand for themselves.
       outputs: Numbers of the values it writes.
       equation: The traced equation, for its parameters and for running it.
+      callers: Equations of the calls and loops around it, the innermost last: an operation inside a
+        library's function is known by the line that calls it.
     """
 
     primitive: str
@@ -58,6 +52,7 @@ class Operation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     equation: JaxprEqn
+    callers: tuple[JaxprEqn, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def params(self) -> Mapping:
@@ -127,7 +122,7 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     variables = closed.jaxpr.invars
     leaves = variables[: len(named[0])] + closed.jaxpr.constvars + variables[len(named[0]) :]
     env: dict[Var, Atom] = {var: builder.add(var) for var in leaves}
-    builder.inline(closed.jaxpr, env, "")
+    builder.inline(closed.jaxpr, env, "", ())
     outputs = tuple(_read(env, atom) for atom in closed.jaxpr.outvars)
     num_weights = len(named[0]) + len(closed.consts)
     return without_dead_code(
@@ -184,10 +179,13 @@ def difference(graph: Graph, other: Graph) -> str | None:
 
 
 def describe(operation: Operation) -> str:
-    """The operation's primitive and scope, and its line in the user's source, for messages."""
+    """The operation's primitive, scope and line in the user's source, for messages.
+
+    The line is that of the nearest frame outside of jax, flax and pbjax.
+    """
     where = f" in {operation.scope}" if operation.scope else ""
-    frame = _user_frame(operation.equation)
-    return f"{operation.primitive}{where}{f' ({frame})' if frame else ''}"
+    equations = (operation.equation, *reversed(operation.callers))
+    return f"{operation.primitive}{where} ({traced_line(equations)})"
 
 
 def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
@@ -197,16 +195,22 @@ def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
       operation: A scan, while or cond.
       name: The parameter that holds the body: "jaxpr" of a scan, "body_jaxpr" of a while.
     """
-    return body_graph(operation.params[name])
+    return body_graph(operation.params[name], operation)
 
 
-def body_graph(body: ClosedJaxpr | Jaxpr) -> Graph:
-    """A nested jaxpr as a graph of its own; the arrays it captured are its weights."""
+def body_graph(body: ClosedJaxpr | Jaxpr, around: Operation | None = None) -> Graph:
+    """A nested jaxpr as a graph of its own; the arrays it captured are its weights.
+
+    Args:
+      body: The jaxpr.
+      around: The loop or branch that it is a body of.
+    """
     consts, jaxpr = _consts(body), _open(body)
     builder = _Builder()
     variables = (*jaxpr.constvars, *jaxpr.invars)
     env: dict[Var, Atom] = {var: builder.add(var) for var in variables}
-    builder.inline(jaxpr, env, "")
+    callers = () if around is None else (*around.callers, around.equation)
+    builder.inline(jaxpr, env, "", callers)
     return without_dead_code(
         Graph(
             avals=tuple(builder.avals),
@@ -241,16 +245,6 @@ def scan_parts(operation: Operation) -> ScanParts:
     return ScanParts(consts=consts, carry=carry, xs=xs, carry_out=carry_out, ys=ys)
 
 
-def _user_frame(equation: JaxprEqn) -> str:
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else []
-    for frame in frames:
-        path = frame.file_name
-        if not path.startswith(_NOT_USERS) and not any(part in path for part in _FLAX):
-            return f"{path.rsplit('/', 1)[-1]}:{frame.line_num}"
-    return ""
-
-
 def _leaf_names(root: str, tree: object) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
@@ -275,16 +269,24 @@ class _Builder:
         self.avals.append(cast(Aval, var.aval))
         return len(self.avals) - 1
 
-    def inline(self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: str) -> None:
+    def inline(
+        self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: str, callers: tuple[JaxprEqn, ...]
+    ) -> None:
         for equation in jaxpr.eqns:
             inner_scope = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
             body_name = CALLS.get(equation.primitive.name)
             if body_name is None:
-                self._append(equation, env, inner_scope)
+                self._append(equation, env, inner_scope, callers)
             else:
-                self._inline_call(equation, equation.params[body_name], env, inner_scope)
+                self._inline_call(equation, equation.params[body_name], env, inner_scope, callers)
 
-    def _append(self, equation: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+    def _append(
+        self,
+        equation: JaxprEqn,
+        env: dict[Var, Atom],
+        scope: str,
+        callers: tuple[JaxprEqn, ...],
+    ) -> None:
         inputs = tuple(_read(env, atom) for atom in equation.invars)
         outputs = tuple(map(self.add, equation.outvars))
         env.update(zip(equation.outvars, outputs, strict=True))
@@ -295,17 +297,23 @@ class _Builder:
                 inputs=inputs,
                 outputs=outputs,
                 equation=equation,
+                callers=callers,
             )
         )
 
     def _inline_call(
-        self, equation: JaxprEqn, body: ClosedJaxpr | Jaxpr, env: dict[Var, Atom], scope: str
+        self,
+        equation: JaxprEqn,
+        body: ClosedJaxpr | Jaxpr,
+        env: dict[Var, Atom],
+        scope: str,
+        callers: tuple[JaxprEqn, ...],
     ) -> None:
         jaxpr = _open(body)
         consts = [_literal(c, v) for c, v in zip(_consts(body), jaxpr.constvars, strict=True)]
         args = [_read(env, atom) for atom in equation.invars]
         inner = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        self.inline(jaxpr, inner, scope)
+        self.inline(jaxpr, inner, scope, (*callers, equation))
         results = [_read(inner, atom) for atom in jaxpr.outvars]
         env.update(zip(equation.outvars, results, strict=True))
 
@@ -342,12 +350,10 @@ def _renumbered(graph: Graph, operations: Sequence[Operation]) -> Graph:
     return Graph(
         avals=tuple(graph.avals[old] for old in numbers),
         operations=tuple(
-            Operation(
-                primitive=operation.primitive,
-                scope=operation.scope,
+            replace(
+                operation,
                 inputs=renumber(operation.inputs),
                 outputs=tuple(numbers[i] for i in operation.outputs),
-                equation=operation.equation,
             )
             for operation in operations
         ),

@@ -8,41 +8,32 @@ differs in shape shows where the batch lies.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import default_implementation
-from pbjax.batch_axes.propagation import Rows, find_rows
+from pbjax.batch_axes.inputs import BatchAxes, find_batch, inputs_at
+from pbjax.batch_axes.propagation import Rows, SplitError, find_rows
 from pbjax.device import Device
-from pbjax.errors import FusionError, InputError, InputTypeError, ModelError
+from pbjax.errors import FusionError, ModelError
 from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
 from pbjax.graph.classify import Label, classify
 from pbjax.graph.functional import Functional, Model, check_state, functional
 from pbjax.graph.trace import Graph
 from pbjax.planning.program_summary import ProgramSummary
-from pbjax.program.stages import Program, build, cut, fingerprint
+from pbjax.program.stages import Program, build, cut, graph_fingerprint
 from pbjax.program.summarize import summary
-from pbjax.program.traced_model import PROBE_SIZE, TracedModel, former, translated
-
-type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchAxes:
-    """Where the batch is in the inputs of a call.
-
-    Attributes:
-      tree: Structure of the inputs.
-      axes: Batch axis of each leaf; None for a leaf that all rows share.
-      batch_size: Rows of the batch.
-    """
-
-    tree: jax.tree_util.PyTreeDef
-    axes: tuple[int | None, ...]
-    batch_size: int
+from pbjax.program.traced_model import (
+    PROBE_SIZE,
+    TracedModel,
+    check_alike,
+    make_tracer,
+    outgrowing,
+    prepared,
+    translated,
+    varying,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,36 +43,58 @@ class Analysis:
     Attributes:
       model: The model as a function.
       batch: Where the batch is in the inputs.
-      graph: Traced at the whole batch, with kernels where fusion has found some.
-      source: The model's own graph, which rounds as it does.
-      labels: Cost and class of each operation.
+      traced: The model as a graph at the whole batch; at PROBE_SIZE + 1 rows where a batch that can
+        be split has fewer.
+      probe: The model as a graph at PROBE_SIZE rows; `traced` itself where the batch cannot be
+        split and the model is another one at that size.
+      labels: Cost and class of each operation of the graph.
       scanned: Whether the block is the body of a scan that the model holds already.
+      program: The graph cut into prologue, block and epilogue.
       summary: The program as plain data.
-      fingerprint: Hash of the traced graph, whatever the batch size.
-      out_axes: Batch axis of each output; None for one that does not depend on the rows.
-      program_at: The program at any batch size of PROBE_SIZE or more; traced once each.
-      form_at: The model as a graph at any batch size, not yet cut; traced once each.
-      prepare: From the leaves of the params to the weights of the graph.
-      own_weights: Prepares those of the model's own params, once.
+      fingerprint: Hash of the traced graph; the same at every batch size if the batch can be split.
+      out_axes: Batch axis of each output; None for one that does not depend on the rows, and for
+        all of them where the batch cannot be split.
+      program_at: The program at any batch size of PROBE_SIZE or more; traced once each. Raises the
+        SplitError where the batch cannot be split.
+      traced_at: The model as a graph at any batch size, not yet cut; traced once each. Where the
+        batch cannot be split it raises the SplitError at all other sizes than the batch's.
+      own_weights: Prepares the weights of the graph from the model's own params, once.
       fusion: What fusion found.
       device: Whose peak rates the labels are for.
+      split_error: Why the batch cannot be split; None if it can.
     """
 
     model: Functional
     batch: BatchAxes
-    graph: Graph
-    source: Graph
+    traced: TracedModel
+    probe: TracedModel
     labels: tuple[Label, ...]
     scanned: bool
+    program: Program
     summary: ProgramSummary
     fingerprint: str
     out_axes: tuple[int | None, ...]
     program_at: Callable[[int], Program]
     traced_at: Callable[[int], TracedModel]
-    prepare: Callable[[Sequence[Array]], tuple[Array, ...]]
     own_weights: Callable[[], tuple[Array, ...]]
     fusion: FusionReport
     device: Device
+    split_error: SplitError | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The model at the whole batch, with kernels where fusion has found some."""
+        return self.traced.graph
+
+    @property
+    def source(self) -> Graph:
+        """The model's own graph, which rounds as it does."""
+        return self.traced.source
+
+    @property
+    def prepare(self) -> Callable[[Sequence[Array]], tuple[Array, ...]]:
+        """Makes the weights of the graph from the leaves of any params of the model."""
+        return self.traced.prepare
 
     @property
     def weights(self) -> tuple[Array, ...]:
@@ -92,6 +105,24 @@ class Analysis:
     def fused(self) -> bool:
         """Whether kernels stand in the graph that the model does not call."""
         return bool(self.fusion.kinds) and any(not kind.left_out for kind in self.fusion.kinds)
+
+    @property
+    def unsplittable(self) -> str:
+        """The operation and line for which the batch cannot be split; empty if it can be split."""
+        return "" if self.split_error is None else self.split_error.found
+
+    def require_split(self, asked: str) -> None:
+        """Refuses a model whose batch cannot be split.
+
+        Args:
+          asked: What needs a split, such as "optimize(split=(4, 4))".
+
+        Raises:
+          SplitError: The batch cannot be split; the message names the operation and its line.
+        """
+        if self.split_error is not None:
+            found, advice = self.split_error.found, self.split_error.advice
+            raise SplitError(found, advice, asked) from self.split_error
 
 
 def analyse(
@@ -115,12 +146,13 @@ def analyse(
       fuse: What to replace by kernels; see `pbjax.optimize`.
 
     Returns:
-      The analysis; nothing has been run.
+      The analysis; nothing has been run. A model that mixes the rows of its batch, or is another
+      one at another batch size, is taken apart at the whole batch, as one that cannot be split.
 
     Raises:
       InputError: The inputs do not have one batch size, or there is no such pattern.
       InputTypeError: An input is no array, or fuse no text.
-      ModelError: The model mixes the rows of its batch, keeps state, or cannot be traced.
+      ModelError: The model keeps state, computes nothing, or cannot be traced.
       FusionError: Only with kernels its rows cannot be told apart, or it depends on their number.
     """
     seam = functional(model, variables)
@@ -128,54 +160,140 @@ def analyse(
     # State is the same whatever computes, and plain forms are traced in a third of the time.
     with translated(seam, batch.batch_size), default_implementation("xla"):
         check_state(seam, *inputs)
-    inputs_at = partial(_inputs_at, batch, jax.tree.leaves(inputs))
+    shapes_at = partial(inputs_at, batch, jax.tree.leaves(inputs))
+    fused_at = make_tracer(seam, shapes_at, selection_of(fuse), device, batch.batch_size)
+    try:
+        return _splittable(seam, batch, fused_at, device)
+    except SplitError as error:
+        return _unsplittable(seam, batch, fused_at, device, error)
+
+
+def _splittable(
+    seam: Functional, batch: BatchAxes, fused_at: Callable[[int], TracedModel], device: Device
+) -> Analysis:
+    """The analysis of a model whose batch can be split."""
     size = max(batch.batch_size, PROBE_SIZE + 1)
-    traced_at = former(seam, inputs_at, selection_of(fuse), device, size)
-    traced = traced_at(size)
-    graph, probe = traced.graph, traced_at(PROBE_SIZE).graph
-    if not graph.operations:
-        raise ModelError(
-            f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
-            "can be optimized; call it as it is"
-        )
-    rows = _rows(seam, traced, traced_at(PROBE_SIZE), size, batch)
-    labels = classify(graph, device)
-    cutting = cut(graph, labels, device, probe)
+    whole, small = fused_at(size), fused_at(PROBE_SIZE)
+    _check_computes(seam, whole)
+    rows = _rows(seam, whole, small, size, batch)
+    keep = varying(whole.graph, small.graph)
+
+    @cache
+    def traced_at(batch_size: int) -> TracedModel:
+        found = fused_at(batch_size)
+        if batch_size > PROBE_SIZE and batch_size != size:
+            check_alike(seam, whole, found, batch_size)
+        return prepared(found, keep)
+
+    traced, probe = traced_at(size), traced_at(PROBE_SIZE)
+    labels = classify(traced.graph, device)
+    cutting = cut(traced.graph, labels, device, probe.graph)
 
     @cache
     def program_at(batch_size: int) -> Program:
         return build(traced_at(batch_size).graph, cutting)
 
+    program, outputs = program_at(size), whole.graph.outputs
     return Analysis(
         model=seam,
         batch=batch,
-        graph=graph,
-        source=traced.source,
+        traced=traced,
+        probe=probe,
         labels=labels,
         scanned=cutting.repetition.scanned,
-        summary=summary(program_at(size), program_at(PROBE_SIZE), size),
-        fingerprint=fingerprint(program_at(PROBE_SIZE)),
-        out_axes=tuple(_axis(rows[a]) if isinstance(a, int) else None for a in graph.outputs),
+        program=program,
+        summary=summary(program, program_at(PROBE_SIZE), size),
+        fingerprint=graph_fingerprint(probe.graph),
+        out_axes=tuple(_axis(rows[a]) if isinstance(a, int) else None for a in outputs),
         program_at=program_at,
         traced_at=traced_at,
-        prepare=traced.prepare,
         own_weights=cache(partial(traced.prepare, jax.tree.leaves(seam.params))),
         fusion=traced.report(),
         device=device,
     )
 
 
+def _unsplittable(
+    seam: Functional,
+    batch: BatchAxes,
+    fused_at: Callable[[int], TracedModel],
+    device: Device,
+    split_error: SplitError,
+) -> Analysis:
+    """The analysis of a model at its whole batch alone."""
+    size = batch.batch_size
+    whole = fused_at(size)
+    _check_computes(seam, whole)
+    small = _alike(seam, whole, fused_at)
+    keep = outgrowing(whole.graph) if small is None else varying(whole.graph, small.graph)
+    traced = prepared(whole, keep)
+    probe = None if small is None else prepared(small, keep)
+    labels = classify(traced.graph, device)
+    cutting = cut(traced.graph, labels, device, (probe or traced).graph)
+    program = build(traced.graph, cutting)
+
+    def traced_at(batch_size: int) -> TracedModel:
+        if batch_size != size:
+            raise SplitError(split_error.found, split_error.advice, f"{batch_size} of {size} rows")
+        return traced
+
+    def program_at(batch_size: int) -> Program:
+        raise SplitError(split_error.found, split_error.advice)
+
+    return Analysis(
+        model=seam,
+        batch=batch,
+        traced=traced,
+        probe=probe or traced,
+        labels=labels,
+        scanned=cutting.repetition.scanned,
+        program=program,
+        summary=summary(program, None if probe is None else build(probe.graph, cutting), size),
+        fingerprint=graph_fingerprint(traced.graph),
+        out_axes=(None,) * len(traced.graph.outputs),
+        program_at=program_at,
+        traced_at=traced_at,
+        own_weights=cache(partial(traced.prepare, jax.tree.leaves(seam.params))),
+        fusion=traced.report(),
+        device=device,
+        split_error=split_error,
+    )
+
+
+def _check_computes(seam: Functional, traced: TracedModel) -> None:
+    if not traced.graph.operations:
+        raise ModelError(
+            f"{seam.name}: it computes nothing from its inputs; a model of at least one operation "
+            "can be optimized; call it as it is"
+        )
+
+
+def _alike(
+    seam: Functional, whole: TracedModel, fused_at: Callable[[int], TracedModel]
+) -> TracedModel | None:
+    """The model at PROBE_SIZE rows if it is the same there in all but shapes, else None."""
+    try:
+        small = fused_at(PROBE_SIZE)
+        check_alike(seam, whole, small, PROBE_SIZE)
+    except (SplitError, FusionError):
+        return None
+    return None if small is whole else small
+
+
 def _rows(
-    seam: Functional, traced: TracedModel, probe: TracedModel, size: int, batch: BatchAxes
+    seam: Functional, whole: TracedModel, small: TracedModel, size: int, batch: BatchAxes
 ) -> tuple[Rows | None, ...]:
     """Where the rows of the batch lie in every value of the graph with kernels."""
     try:
-        return find_rows(traced.graph, probe.graph, size, PROBE_SIZE, batch.axes)
-    except ModelError as error:
-        if traced.graph is traced.source:
+        check_alike(seam, whole, small, PROBE_SIZE)
+        return find_rows(whole.graph, small.graph, size, PROBE_SIZE, batch.axes)
+    except (SplitError, FusionError) as error:
+        if whole.graph is whole.source:
             raise
-        # A model that mixes its rows is refused here, for what it does itself.
-        find_rows(traced.source, probe.source, size, PROBE_SIZE, batch.axes)
+        # A model that mixes its rows cannot be split for what it does itself.
+        find_rows(whole.source, small.source, size, PROBE_SIZE, batch.axes)
+        if isinstance(error, FusionError):
+            raise
         raise FusionError(
             f"{seam.name}: its rows cannot be told apart with kernels: {error}; as it is they can; "
             "pass fuse='none', and please report the model"
@@ -202,108 +320,13 @@ def whole_batch(
     if plain or not analysis.fused:
         return given
     traced = analysis.traced_at(analysis.batch.batch_size)
-    shared = traced.shares_weights(analysis.traced_at(PROBE_SIZE))
+    shared = traced.shares_weights(analysis.traced)
 
     def fused(weights, leaves):
         read = [weights[i] for i in traced.read] if shared else traced.pack(weights[:num_params])
         return traced.run(read, leaves)
 
     return fused
-
-
-def find_batch(inputs: Sequence[object], batch_axes: object) -> BatchAxes:
-    """Reads the batch size off the inputs.
-
-    Raises:
-      InputError: No input has a batch axis, an input lacks its axis, or sizes differ.
-    """
-    if not inputs:
-        raise InputError(
-            "optimize(model): there are no example inputs; their shapes say what to plan for; pass "
-            "the inputs of a call after the model"
-        )
-    axes = tuple(_spread(batch_axes, tuple(inputs)))
-    leaves, tree = jax.tree.flatten(tuple(inputs))
-    sizes = {}
-    for (path, leaf), axis in zip(
-        jax.tree_util.tree_flatten_with_path(tuple(inputs))[0], axes, strict=True
-    ):
-        name = f"inputs{jax.tree_util.keystr(path)}"
-        _check_array(name, leaf)
-        if axis is not None:
-            sizes[name] = _size(name, leaf, axis)
-    if not sizes:
-        raise InputError(
-            f"optimize(batch_axes={batch_axes}): none of {len(leaves)} input arrays has a batch "
-            "axis; at least one must; give it in batch_axes="
-        )
-    if len(set(sizes.values())) > 1 or 0 in sizes.values():
-        found = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
-        raise InputError(
-            f"optimize(batch_axes={batch_axes}): {found}; all must have the same number of rows, "
-            "one or more; correct batch_axes= (None for an input that all rows share)"
-        )
-    return BatchAxes(tree=tree, axes=axes, batch_size=next(iter(sizes.values())))
-
-
-def _spread(batch_axes: object, inputs: tuple[object, ...]) -> list[Any]:
-    """One axis for each leaf of the inputs, as it was given: not checked yet."""
-    whole = batch_axes if isinstance(batch_axes, tuple) else (batch_axes,) * len(inputs)
-    # Held in a leaf of its own, an axis of None differs from an input of None, which has no leaf.
-    held = jax.tree.map(_Axis, whole, is_leaf=lambda axis: axis is None)
-    try:
-        spread = jax.tree.broadcast(held, inputs)
-    except ValueError as error:
-        raise InputError(
-            f"optimize(batch_axes={batch_axes}): does not fit {len(inputs)} inputs; an axis, None, "
-            "or one entry per input are allowed; give batch_axes= the structure of the inputs"
-        ) from error
-    return [leaf.axis for leaf in jax.tree.leaves(spread)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    axis: Any
-
-
-def _check_array(name: str, leaf: object) -> None:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise InputTypeError(
-            f"optimize: {name} is a {type(leaf).__name__}; inputs must be arrays or pytrees of "
-            "arrays; wrap it in jnp.asarray, or bind it with functools.partial"
-        )
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-        raise InputError(
-            f"optimize: {name} was used up, as a state is by a call of its step; an array with "
-            "values is needed; make it anew"
-        )
-
-
-def _size(name: str, leaf: _ArrayLike, axis: object) -> int:
-    shape = leaf.shape
-    if not isinstance(axis, int) or not 0 <= axis < len(shape):
-        raise InputError(
-            f"optimize(batch_axes={axis}): {name} has shape {tuple(shape)}; an axis from 0 to "
-            f"{len(shape) - 1} or None is allowed; correct batch_axes="
-        )
-    return shape[axis]
-
-
-def _inputs_at(
-    batch: BatchAxes, leaves: Sequence[_ArrayLike], batch_size: int
-) -> tuple[object, ...]:
-    """Shapes of the inputs of a call with so many rows."""
-    # What JAX makes of a dtype: 64-bit numbers of numpy become 32-bit ones.
-    as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-    shapes = [
-        jax.ShapeDtypeStruct(_resized(leaf.shape, axis, batch_size), as_read(leaf.dtype))
-        for leaf, axis in zip(leaves, batch.axes, strict=True)
-    ]
-    return jax.tree.unflatten(batch.tree, shapes)
-
-
-def _resized(shape: tuple[int, ...], axis: int | None, batch_size: int) -> tuple[int, ...]:
-    return shape if axis is None else (*shape[:axis], batch_size, *shape[axis + 1 :])
 
 
 def _axis(rows: Rows | None) -> int | None:

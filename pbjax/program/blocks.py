@@ -8,7 +8,7 @@ nothing repeats is one block with a single repetition. Where a graph repeats is 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from jax.extend.core import Literal
@@ -163,9 +163,8 @@ def _template(
     later runs read the same value or their own.
     """
     return tuple(
-        Operation(
-            primitive=aligned[0].primitive,
-            scope=aligned[0].scope,
+        replace(
+            aligned[0],
             inputs=tuple(
                 atoms[0] if isinstance(atoms[0], Literal) else numbers[atoms]
                 for atoms in zip(*(operation.inputs for operation in aligned), strict=True)
@@ -174,7 +173,6 @@ def _template(
                 numbers[values]
                 for values in zip(*(operation.outputs for operation in aligned), strict=True)
             ),
-            equation=aligned[0].equation,
         )
         for aligned in zip(*runs, strict=True)
     )

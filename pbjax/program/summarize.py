@@ -5,39 +5,51 @@ by a second program: the same function at another batch size.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pbjax.graph.cost import equation_cost
 from pbjax.graph.dataflow import nbytes
 from pbjax.graph.trace import Atom, Aval, Operation
 from pbjax.planning.program_summary import ProgramSummary, StageInfo
-from pbjax.program.blocks import Apart
+from pbjax.program.blocks import Apart, Shared, Stacked
 from pbjax.program.fused_costs import KERNELS, held_bytes
 from pbjax.program.stages import Program, Stage, stage_fingerprint
 
-# Of the same values at two batch sizes.
-type _Avals = tuple[Sequence[Aval], Sequence[Aval]]
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The values of a block or graph: shapes and dtypes, those of the probe, and bytes of rows.
+
+    The bytes are 0 for a value that holds no rows of the batch.
+    """
+
+    avals: Sequence[Aval]
+    probe_avals: Sequence[Aval]
+    row_bytes: Sequence[int]
 
 
-def summary(program: Program, probe: Program, batch_size: int) -> ProgramSummary:
-    """The program as plain data, for profile and search.
+def summary(program: Program, probe: Program | None, batch_size: int) -> ProgramSummary:
+    """Writes a program as plain data, for profile and search.
 
     Args:
-      program: At the whole batch.
-      probe: The same at another batch size: what differs in shape holds rows of the batch, and its
-        operations give the fingerprints, which must not depend on the batch.
+      program: The program at the whole batch.
+      probe: The same program at another batch size: what differs in shape holds rows of the batch,
+        and its operations give the fingerprints, which must not depend on the batch. None where
+        there is one size only: what an input enters then counts as rows.
       batch_size: Rows of the whole batch.
     """
     graph, block = program.graph, program.block
-    inner, outer = (block.avals, probe.block.avals), (graph.avals, probe.graph.avals)
-    rows = _row_bytes(outer)
+    rows_inside, rows = _activations(program) if probe is None else _row_bytes(program, probe)
+    probe = probe or program
+    inner = _Values(block.avals, probe.block.avals, rows_inside)
+    outer = _Values(graph.avals, probe.graph.avals, rows)
     outputs = set(_numbers(graph.outputs))
     # Inputs and outputs of the program count on their own.
     between = [0 if v in graph.inputs or v in outputs else size for v, size in enumerate(rows)]
 
-    def info(stage: Stage, other: Stage, avals: _Avals, held: int) -> StageInfo:
-        found = _stage_info(stage, other, *avals, batch_size)
+    def info(stage: Stage, other: Stage, values: _Values, held: int) -> StageInfo:
+        found = _stage_info(stage, other, values, batch_size)
         return replace(found, held_bytes_per_row=held / batch_size)
 
     def end(stage: Stage | None, other: Stage | None) -> StageInfo | None:
@@ -45,7 +57,6 @@ def summary(program: Program, probe: Program, batch_size: int) -> ProgramSummary
             return None
         return info(stage, other, outer, _held_at_end(stage, between))
 
-    rows_inside = _row_bytes(inner)
     held = _held_in_block(program, rows_inside)
     stages = zip(program.stages, probe.stages, held, strict=True)
     return ProgramSummary(
@@ -62,9 +73,41 @@ def summary(program: Program, probe: Program, batch_size: int) -> ProgramSummary
     )
 
 
-def _row_bytes(avals: _Avals) -> list[int]:
-    """Bytes of each value that holds rows of the batch, 0 of the others."""
-    return [nbytes(a) if a.shape != b.shape else 0 for a, b in zip(*avals, strict=True)]
+def _row_bytes(program: Program, probe: Program) -> tuple[list[int], list[int]]:
+    """Bytes of the values of block and graph whose shape differs from the probe's, 0 of others."""
+    pairs = (program.block.avals, probe.block.avals), (program.graph.avals, probe.graph.avals)
+    inner, outer = (
+        [nbytes(a) if a.shape != b.shape else 0 for a, b in zip(*avals, strict=True)]
+        for avals in pairs
+    )
+    return inner, outer
+
+
+def _activations(program: Program) -> tuple[list[int], list[int]]:
+    """Bytes of the values of block and graph that an input of the call enters, 0 of others."""
+    graph, block = program.graph, program.block
+    entered = _entered(graph.operations, set(graph.inputs))
+
+    def outside(link: Shared | Stacked | Apart) -> bool:
+        atoms = link.outer if isinstance(link, Apart) else (link.outer,)
+        return not entered.isdisjoint(_numbers(atoms))
+
+    leaves = {link.inner for link in (*block.shared, *block.per_block) if outside(link)}
+    leaves |= {
+        c.inner for c in block.carries if entered.intersection(_numbers([c.initial, c.final]))
+    }
+    inside = _entered(block.operations, leaves)
+    inner = [nbytes(aval) if v in inside else 0 for v, aval in enumerate(block.avals)]
+    return inner, [nbytes(aval) if v in entered else 0 for v, aval in enumerate(graph.avals)]
+
+
+def _entered(operations: Sequence[Operation], values: set[int]) -> set[int]:
+    """The values and all that is computed from them."""
+    found = set(values)
+    for operation in operations:
+        if not found.isdisjoint(_numbers(operation.inputs)):
+            found.update(operation.outputs)
+    return found
 
 
 def _held_at_end(stage: Stage, sizes: Sequence[int]) -> int:
@@ -112,15 +155,10 @@ def _numbers(atoms: Iterable[Atom]) -> list[int]:
     return [atom for atom in atoms if isinstance(atom, int)]
 
 
-def _stage_info(
-    stage: Stage,
-    other: Stage,
-    avals: Sequence[Aval],
-    other_avals: Sequence[Aval],
-    batch_size: int,
-) -> StageInfo:
-    rows = [v for v in (*stage.reads, *stage.writes) if avals[v].shape != other_avals[v].shape]
-    weights = [v for v in stage.reads if avals[v].shape == other_avals[v].shape]
+def _stage_info(stage: Stage, other: Stage, values: _Values, batch_size: int) -> StageInfo:
+    avals, other_avals = values.avals, values.probe_avals
+    rows = [v for v in (*stage.reads, *stage.writes) if values.row_bytes[v]]
+    weights = [v for v in stage.reads if not values.row_bytes[v]]
     main = max(rows or stage.reads, key=lambda v: nbytes(avals[v]), default=None)
     kernels = [o for o in stage.operations if o.primitive in KERNELS]
     return StageInfo(
@@ -131,7 +169,7 @@ def _stage_info(
         shape=_row_shape(avals[main], other_avals[main], batch_size) if main is not None else (),
         flops_per_row=_flops(stage.operations) / batch_size,
         contraction_flops_per_row=_flops(kernels) / batch_size,
-        bytes_per_row=sum(nbytes(avals[v]) for v in rows) / batch_size,
+        bytes_per_row=sum(values.row_bytes[v] for v in rows) / batch_size,
         weight_bytes=sum(nbytes(avals[v]) for v in weights),
     )
 

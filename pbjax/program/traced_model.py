@@ -3,7 +3,8 @@
 A graph that calls kernels is made for a Hopper GPU; on a CPU it computes the same in plain JAX.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,12 +18,14 @@ from jaxtyping import Array
 
 from pallas_kernels.dispatch import HOPPER_SMS, targets_hopper
 from pallas_kernels.operation import PRIMITIVE
+from pbjax.batch_axes.propagation import SplitError
 from pbjax.device import Device
 from pbjax.errors import DeviceError, FusionError, ModelError, PbjaxError
 from pbjax.fusion import Fusion, FusionReport, Hoisted, Selection, fuse, hoist, listed, verify
 from pbjax.graph.dataflow import signature
 from pbjax.graph.functional import Functional
-from pbjax.graph.trace import Aval, Graph, difference, evaluate, trace
+from pbjax.graph.source_lines import raising_line
+from pbjax.graph.trace import Atom, Aval, Graph, difference, evaluate, trace
 
 # Programs of at least this size have the operations of every larger one; of one row they may not.
 PROBE_SIZE = 2
@@ -61,8 +64,8 @@ class TracedModel:
     def read(self) -> tuple[int, ...]:
         """Numbers of the weights that the graph reads."""
         graph = self.graph
-        atoms = {a for o in graph.operations for a in o.inputs if isinstance(a, int)}
-        atoms |= {a for a in graph.outputs if isinstance(a, int)}
+        atoms = {a for o in graph.operations for a in _numbers(o.inputs)}
+        atoms.update(_numbers(graph.outputs))
         return tuple(weight for weight in graph.weights if weight in atoms)
 
     def shares_weights(self, other: "TracedModel") -> bool:
@@ -108,21 +111,24 @@ class TracedModel:
         return listed(self.fusion, len(self.graph.operations))
 
 
-def former(
+def make_tracer(
     seam: Functional,
     inputs_at: Callable[[int], tuple[object, ...]],
     selection: Selection,
     device: Device,
-    size: int,
+    batch_size: int,
 ) -> Callable[[int], TracedModel]:
-    """Makes the model's form at any batch size, once each, and checks that it stays the same model.
+    """Makes the function that traces a model at any batch size, once each, with kernels.
+
+    Its weights are not prepared yet, and nothing is compared: see `prepared` and `check_alike`. At
+    another size than the example's the function raises a SplitError where the model raises.
 
     Args:
       seam: The model.
       inputs_at: Shapes of the inputs at a batch size.
       selection: What to replace by kernels.
       device: What programs are for.
-      size: A batch size other than PROBE_SIZE; what differs between the two depends on the batch.
+      batch_size: Rows of the example.
 
     Raises:
       DeviceError: Kernels are asked for by name on a GPU that cannot run them.
@@ -134,29 +140,29 @@ def former(
             "a CPU for their plain form; leave out fuse="
         )
     wanted = hopper if selection.auto else bool(selection.patterns)
-    first: list[TracedModel] = []
 
     @cache
-    def fused_at(batch_size: int) -> TracedModel:
-        traced_for = device.kind if hopper else HOPPER_KIND
-        with _target(traced_for) if hopper or wanted else nullcontext():
-            with translated(seam, batch_size):
-                graph = trace(seam.apply, seam.params, *inputs_at(batch_size))
-            traced = _fused(graph, selection, device.kind, wanted=wanted)
-        if batch_size >= PROBE_SIZE:
-            first.append(traced)
-            _check_alike(seam, first[0], traced, batch_size)
+    def fused_at(size: int) -> TracedModel:
+        raising = translated if size == batch_size else _needing_its_size
+        with _target(device.kind if hopper else HOPPER_KIND) if hopper or wanted else nullcontext():
+            with raising(seam, size):
+                graph = trace(seam.apply, seam.params, *inputs_at(size))
+            return _fused(graph, selection, device.kind, wanted=wanted)
+
+    return fused_at
+
+
+def prepared(traced: TracedModel, keep: Set[int]) -> TracedModel:
+    """The same model, with what it computes from weights alone moved into their preparation.
+
+    Args:
+      traced: The model with kernels.
+      keep: Numbers of values that stay in the graph.
+    """
+    if traced.fusion is None or traced.fusion.graph is traced.fusion.source:
         return traced
-
-    @cache
-    def traced_at(batch_size: int) -> TracedModel:
-        traced = fused_at(batch_size)
-        if traced.fusion is None or traced.fusion.graph is traced.fusion.source:
-            return traced
-        hoisted = hoist(traced.graph, _varying(fused_at(size).graph, fused_at(PROBE_SIZE).graph))
-        return replace(traced, graph=hoisted.graph, hoisted=hoisted)
-
-    return traced_at
+    hoisted = hoist(traced.graph, keep)
+    return replace(traced, graph=hoisted.graph, hoisted=hoisted)
 
 
 def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> TracedModel:
@@ -175,10 +181,31 @@ def _fused(graph: Graph, selection: Selection, kind: str, *, wanted: bool) -> Tr
     return TracedModel(graph=fusion.graph, fusion=fusion)
 
 
-def _varying(graph: Graph, other: Graph) -> frozenset[int]:
+def varying(graph: Graph, other: Graph) -> frozenset[int]:
     """The values whose shapes depend on the batch size: they are no weights."""
     pairs = enumerate(zip(graph.avals, other.avals, strict=True))
     return frozenset(number for number, (a, b) in pairs if a.shape != b.shape)
+
+
+def outgrowing(graph: Graph) -> frozenset[int]:
+    """The values made of weights that have more elements than these together, as for each row.
+
+    They tell weights that are repeated along the batch where there is no other batch size.
+    """
+    sources = {weight: frozenset((weight,)) for weight in graph.weights}
+    found = set()
+    for operation in graph.operations:
+        read = frozenset[int]().union(*(sources.get(a, ()) for a in _numbers(operation.inputs)))
+        elements = sum(math.prod(graph.avals[weight].shape) for weight in read)
+        for value in operation.outputs:
+            sources[value] = read
+            if math.prod(graph.avals[value].shape) > elements:
+                found.add(value)
+    return frozenset(found)
+
+
+def _numbers(atoms: Sequence[Atom]) -> list[int]:
+    return [atom for atom in atoms if isinstance(atom, int)]
 
 
 def _array(number: Literal) -> Array:
@@ -192,20 +219,30 @@ def _calls_kernel(equation: JaxprEqn) -> bool:
     return any(_calls_kernel(inner) for body in bodies for inner in body.eqns)
 
 
-def _check_alike(
-    seam: Functional, first: TracedModel, traced: TracedModel, batch_size: int
-) -> None:
+def check_alike(seam: Functional, first: TracedModel, traced: TracedModel, size: int) -> None:
+    """Compares the model traced at another batch size with the first trace.
+
+    Args:
+      seam: The model.
+      first: The first trace.
+      traced: The other one.
+      size: The other one's batch size.
+
+    Raises:
+      SplitError: The model has other operations.
+      FusionError: Only with kernels it has.
+    """
     changed = difference(first.source, traced.source)
     if changed:
-        raise ModelError(
-            f"{seam.name}: at batch size {batch_size} it computes something else than at another: "
-            f"{changed}; the operations must be the same at every batch size; take sizes from the "
-            "inputs' shapes and do not compute with the batch size"
+        raise SplitError(
+            f"at batch size {size} {seam.name} computes something else than at another: {changed}",
+            "the operations must be the same at every batch size; take sizes from the inputs' "
+            "shapes and do not compute with the batch size",
         )
     changed = difference(first.graph, traced.graph)
     if changed:
         raise FusionError(
-            f"{seam.name}: at batch size {batch_size} other kernels are found than at another: "
+            f"{seam.name}: at batch size {size} other kernels are found than at another: "
             f"{changed}; they must be the same at every batch size; pass fuse='none', and please "
             "report the model"
         )
@@ -234,11 +271,31 @@ def translated(seam: Functional, batch_size: int) -> Generator[None]:
         if isinstance(error, PbjaxError):
             raise
         raise ModelError(
-            f"{seam.name}: raises at batch size {batch_size}: {_first_line(error)}; a model must "
-            "take inputs of the example's kind at every batch size, as a pure JAX function; "
-            "correct the example, or what the message names in the model"
+            f"{seam.name}: {_raised(error, batch_size)}; a model must take inputs of the example's "
+            "kind, as a pure JAX function; correct the example, or what the message names in the "
+            "model"
         ) from error
 
 
+@contextmanager
+def _needing_its_size(seam: Functional, batch_size: int) -> Generator[None]:
+    """Makes what a model raises at another batch size than the example's a reason not to split."""
+    try:
+        yield
+    except Exception as error:
+        raise SplitError(
+            f"{seam.name} {_raised(error, batch_size)}",
+            "a model must take inputs of the example's kind at every batch size; take sizes from "
+            "the inputs' shapes in the model",
+        ) from error
+
+
+def _raised(error: Exception, batch_size: int) -> str:
+    line = raising_line(error)
+    where = f" ({line})" if line else ""
+    return f"raises at batch size {batch_size}{where}: {_first_line(error)}"
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
+    text = str(error).strip() or type(error).__name__
+    return text.split("\n")[0].rstrip(".")

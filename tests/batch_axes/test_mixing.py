@@ -290,7 +290,5 @@ def test_function_that_mixes_rows_is_refused_by_the_operations_name(name):
 
 
 def test_refusal_names_the_line_of_the_model():
-    with pytest.raises(
-        ModelError, match=r"reduce_sum in encoder/norm \(test_batching_mixing.py:\d+\)"
-    ):
+    with pytest.raises(ModelError, match=r"reduce_sum in encoder/norm \(test_mixing.py:\d+\)"):
         analyse(jax.named_scope("encoder/norm")(running_norm), [X], [0])

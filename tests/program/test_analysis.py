@@ -1,13 +1,16 @@
 """Taking a model apart: where the batch is, what is refused, what is traced once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pbjax.batch_axes.inputs import find_batch
 from pbjax.device import find_device
 from pbjax.errors import InputError, InputTypeError, ModelError
-from pbjax.program.analysis import analyse, find_batch
+from pbjax.program.analysis import analyse
 from tests.networks import NETWORKS, D, T, normal, tokens
 
 DEVICE = find_device("cpu", num_cores=2)
@@ -106,26 +109,37 @@ def test_program_is_traced_once_for_each_size():
     assert traced == [4]
 
 
-def test_model_that_computes_with_its_batch_size_is_refused():
+def whole(model, *inputs):
+    """The analysis of a model whose batch cannot be split, and what is said of it."""
+    found = analyse(model, inputs, device=DEVICE)
+    assert found.unsplittable
+    assert "\n" not in found.unsplittable
+    message = refused(ModelError, lambda: found.require_split("optimize(split=(3, 3))"))
+    assert message.startswith(f"optimize(split=(3, 3)): {found.unsplittable}; ")
+    return found, found.unsplittable
+
+
+def test_model_that_computes_with_its_batch_size_is_not_split():
     def model(x):
         return jnp.tanh(x @ W) / x.shape[0]
 
-    assert "batch size" in refused(ModelError, lambda: analyse(model, tokens(6), device=DEVICE))
+    assert "batch size" in whole(model, *tokens(6))[1]
 
 
-def test_model_with_other_operations_for_other_sizes_is_refused():
+def test_model_with_other_operations_for_other_sizes_is_not_split():
     def model(x):
         return jnp.tanh(x @ W) if x.shape[0] > 2 else x @ W
 
-    refused(ModelError, lambda: analyse(model, tokens(6), device=DEVICE))
+    assert "at batch size 2 model computes something else" in whole(model, *tokens(6))[1]
 
 
-def test_model_of_one_size_only_is_refused():
+def test_model_of_one_size_only_is_not_split():
     def model(x):
         return x.reshape(6, T * D) @ jnp.ones((T * D, 2))
 
-    message = refused(ModelError, lambda: analyse(model, tokens(6), device=DEVICE))
-    assert "batch size 2" in message
+    found, reason = whole(model, *tokens(6))
+    assert re.search(r"model raises at batch size 2 \(test_analysis.py:\d+\): .*reshape", reason)
+    assert found.graph.avals[found.graph.outputs[0]].shape == (6, 2)
 
 
 def test_model_that_branches_on_values_is_refused():
@@ -151,13 +165,13 @@ def test_model_that_branches_on_values_is_refused():
         lambda x: x * jnp.arange(x.shape[0]).reshape(-1, 1, 1),
     ],
 )
-def test_model_that_mixes_its_rows_is_refused(mix):
-    with pytest.raises(ModelError) as error:
-        analyse(lambda x: mix(jnp.tanh(x @ W)), tokens(6), device=DEVICE)
-    assert "\n" not in str(error.value)
+def test_model_that_mixes_its_rows_is_not_split(mix):
+    found, reason = whole(lambda x: mix(jnp.tanh(x @ W)), *tokens(6))
+    assert re.search(r"\(test_analysis.py:\d+\)", reason)
+    assert [o.primitive for o in found.graph.operations][:2] == ["dot_general", "tanh"]
 
 
-def test_mixing_in_a_scanned_layer_is_refused():
+def test_mixing_in_a_scanned_layer_is_named():
     weights = jnp.stack([W] * 3)
 
     def model(x):
@@ -166,8 +180,10 @@ def test_mixing_in_a_scanned_layer_is_refused():
 
         return jax.lax.scan(layer, x, weights)[0]
 
-    with pytest.raises(ModelError):
-        analyse(model, tokens(6), device=DEVICE)
+    found, reason = whole(model, *tokens(6))
+    assert re.match(r"reduce_sum \(test_analysis.py:\d+\) reduces over axis 0, the batch", reason)
+    assert found.scanned
+    assert found.program.block.count == 3
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float64, np.uint64])
