@@ -1,19 +1,23 @@
 """The lines of a user's source that operations and errors come from, for messages."""
 
+import contextlib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from traceback import walk_tb
 
 import jax
+import jaxtyping
 from jax.extend.core import JaxprEqn
 
 import pallas_kernels
 
-# Frames that are no line of the user's model; a model may lie in any folder, one named jax or pbjax
-# among them.
+# Frames that are no line of the user's model, decorators among them; a model may lie in any folder,
+# one named jax or pbjax among them.
 _PBJAX = Path(__file__).parents[1]
-_LIBRARIES = (Path(jax.__file__).parent, Path(pallas_kernels.__file__).parent, _PBJAX)
-_NOT_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
+_LIBRARIES = (*(Path(m.__file__ or "").parent for m in (jax, jaxtyping, pallas_kernels)), _PBJAX)
+_DECORATORS = (contextlib.__file__, functools.__file__)
+_NOT_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES), *_DECORATORS)
 _FLAX = ("/flax/nnx/", "/flax/linen/", "/flax/core/")
 
 
