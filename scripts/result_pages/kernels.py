@@ -30,7 +30,11 @@ def gemm(tables: Tables) -> str:
         "Products of the six models against cuBLASLt through XLA, which takes what it can of the "
         "epilogue into the library call; device time, kernel and opponent in turns. Bold: the "
         "opponent is faster. How the kernel works: [kernels](../design/kernels.md).",
-        section("Alone, and with the model's epilogue", _products(products)),
+        section(
+            "Alone, and with the model's epilogue",
+            "A dash: the product is gated, or its shape stands under another model's name.",
+            _products(products),
+        ),
         section(
             "Sub-batches that share a weight",
             "One launch of `grouped_gemm` against one call for each sub-batch.",
