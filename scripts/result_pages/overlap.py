@@ -183,9 +183,9 @@ def steps(tables: Tables) -> str:
         ),
         section(
             "Two kernels of one graph",
-            "The same overlap without co-run kernels: two sequences of kernels in one CONCURRENT graph, products "
-            "and reading each with an SM budget. Medians of four processes. Not part of "
-            "`optimize`.",
+            "The same overlap without co-run kernels: two sequences of kernels in one CONCURRENT "
+            "graph, products and reading each with an SM budget. Medians of four processes. Not "
+            "part of `optimize`.",
             _graphs(tables["bench_graph_step"]["rows"]),
         ),
         conditions(tables, "bench_step", "bench_graph_step"),
