@@ -13,7 +13,8 @@ SOURCES = ("pbjax", "models", "pallas_kernels", "scripts", "tests")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
 PATH = re.compile(
-    r"(?<![\w/.-])(?:pbjax|models|pallas_kernels|scripts|tests|docs)/[\w/.]+\.(?:py|md)"
+    r"(?<![\w/.-])(?:pbjax|models|pallas_kernels|scripts|tests|docs|profiles)/"
+    r"(?:[\w/.]+\.(?:py|md)|(?:\w+/)+)"
 )
 NAME = re.compile(r"(?<![\w/.-])(?:pbjax|models|pallas_kernels)(?:\.[a-zA-Z_]\w*)+(?![\w/])")
 
@@ -75,6 +76,7 @@ def test_links_paths_and_names_lead_somewhere(page):
         "[gone](gone.md)",
         "[no such heading](README.md#gone)",
         "`pbjax/gone.py`",
+        "```\npbjax/gone/   a room\n```",
         "`scripts/bench_gone.py --out FILE`",
         "```\npython scripts/bench_gone.py\n```",
         "`pbjax.planning.gone`",
