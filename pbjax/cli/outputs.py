@@ -66,7 +66,7 @@ def write_outputs(
     Returns:
       The files.
     """
-    from pbjax.figures.plan_pages import write_plan_figures, write_plan_page, write_trace
+    from pbjax.figures.plan import write_plan_figures, write_plan_page, write_trace
 
     written, report = [], fast.report()
     if trace is not None:

@@ -193,7 +193,7 @@ def _write(
     places: tuple[Path | None, Path | None],
 ) -> None:
     """Writes what was asked for and names it on stderr, so that stdout stays one document."""
-    from pbjax.figures.pages import Findings, write_figures, write_page
+    from pbjax.figures.html import Findings, write_figures, write_page
 
     findings = Findings(
         reports=tuple(reports),

@@ -1,1 +1,1 @@
-"""Pictures and pages of plain data; nothing is computed here."""
+"""Pictures and pages of plain data; computes nothing."""

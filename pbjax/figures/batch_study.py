@@ -22,9 +22,9 @@ def study_figure(
     """Throughput, latency and the rates of dense layers and attention, over batch and length.
 
     Args:
-      studies: Of the phases of one model.
-      report: Any report of it, for its name and device.
-      measured: Points that were measured; those at another length or batch are left out.
+      studies: Studies of the phases of one model.
+      report: Any report of the model, for its name and device.
+      measured: Measured points; those at another length or batch are left out.
     """
     figure = empty_figure(10.4, 9.6)
     panels = figure.subplots(3, 2)
@@ -80,7 +80,7 @@ def _draw_curves(
 def _draw_measured(
     panels: "Sequence[Axes]", phase: str, over: str, points: Sequence[SizePoint]
 ) -> None:
-    """Measured points: black, the phase's marker, hollow for attention."""
+    """Measured points in black with the phase's marker, hollow for attention."""
     if not points:
         return
     ordered = sorted(points, key=lambda point: getattr(point, over))
@@ -106,7 +106,7 @@ def _draw_measured(
 
 
 def _dress_curves(panels: "Sequence[Axes]") -> None:
-    """Scales, units and legends of what `_draw_curves` drew."""
+    """Scales, units and legends of the curves."""
     from matplotlib.ticker import LogLocator
 
     labels = ("throughput (tokens/s)", "a call takes (ms)", "attainable rate (TFLOP/s)")
@@ -120,7 +120,7 @@ def _dress_curves(panels: "Sequence[Axes]") -> None:
         plain_numbers(axes.yaxis, high / low)
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
         axes.legend(fontsize=8, loc="best")
-    # Of four curves some would be under it.
+    # Below the axes: inside it would cover some of the four curves.
     panels[-1].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
@@ -130,9 +130,9 @@ def front_figure(
     """Latency against throughput: the batches that no other beats, the chosen one, the limit.
 
     Args:
-      choices: Of the phases of one model.
-      report: Any report of it.
-      measured: Points that were measured; those at another length are left out.
+      choices: Choices for the phases of one model.
+      report: Any report of the model.
+      measured: Measured points; those at another length are left out.
     """
     figure = empty_figure(5.2 * len(choices), 4.4)
     panels = figure.subplots(1, len(choices), squeeze=False)[0]
@@ -161,7 +161,7 @@ def front_figure(
             axes.axvline(limit, color="black", linestyle=":", linewidth=1.2, label=named)
         ends = [x[0], x[-1]] + ([] if choice.latency_s is None else [1e3 * choice.latency_s])
         wide = max(ends) / min(ends)
-        # Room for the last name.
+        # Leaves room for the last label.
         limits = {
             "xlim": (min(ends) / 1.4, max(ends) * max(2.2, wide**0.22)),
             "ylim": (min(y) / 2, 2 * max(y)),
@@ -208,7 +208,7 @@ def _draw_measured_front(axes: "Axes", points: Sequence[SizePoint]) -> None:
 
 
 def _named(choice: SizeChoice, limits: Mapping[str, tuple[float, float]]) -> list[SizePoint]:
-    """The batches whose names have room: the chosen one, then the largest."""
+    """The batches whose labels have room: the chosen one, then the others from the largest."""
 
     def place(point: SizePoint) -> tuple[float, float]:
         spans = [math.log(high / low) for low, high in limits.values()]

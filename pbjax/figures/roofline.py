@@ -41,7 +41,7 @@ def roofline_figure(reports: Sequence[Roofline]) -> "Figure":
     """Every stage of the reports as a point under the roofs of their device.
 
     Args:
-      reports: Of one model on one device, such as prefill and decode.
+      reports: Reports of one model on one device, such as prefill and decode.
     """
     figure = empty_figure(9.6, 5.2)
     axes = figure.add_axes((0.08, 0.11, 0.57, 0.79))
@@ -132,7 +132,7 @@ def _draw_stages(axes: "Axes", shown: Sequence[tuple[Roofline, Total]]) -> None:
 
 
 def _draw_achieved(axes: "Axes", reports: Sequence[Roofline]) -> None:
-    """The rates that stages were measured at."""
+    """The measured rates of stages."""
     checks = [check for report in reports for check in stage_checks(report)]
     if checks:
         axes.plot(
@@ -148,10 +148,10 @@ def _draw_achieved(axes: "Axes", reports: Sequence[Roofline]) -> None:
 
 
 def shares_figure(reports: Sequence[Roofline]) -> "Figure":
-    """Where the time goes: each stage by class, one bar a phase.
+    """The time of each stage by class, one bar for each phase.
 
     Args:
-      reports: Of one model on one device.
+      reports: Reports of one model on one device.
     """
     figure = empty_figure(9.6, 1.5 + 0.34 * sum(len(_shown(report)) for report in reports))
     axes = figure.add_axes((0.24, 0.24, 0.7, 0.62))
@@ -196,7 +196,7 @@ def svg(figure: "Figure", name: str) -> str:
 
     Args:
       figure: Any figure.
-      name: Makes its identifiers differ from those of other figures of a page.
+      name: A name that is unique on its page: the figure's identifiers come from it.
     """
     import matplotlib
 
@@ -212,7 +212,7 @@ def _shown(report: Roofline) -> list[Total]:
 
 
 def plain_numbers(axis: Any, ratio: float) -> None:
-    """Has a logarithmic axis that spans this ratio write its numbers out."""
+    """Makes a logarithmic axis that spans this ratio write plain numbers, without powers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     subs = (1.0,) if ratio > 300 else (1.0, 2.0, 5.0)

@@ -1,4 +1,4 @@
-"""When what runs: a timetable in predicted seconds, kernels as measured, and both as one trace.
+"""Timelines: a timetable in predicted seconds, measured kernels, and both as one trace.
 
 A trace is Chrome's JSON, which Perfetto opens: predicted and measured are two processes on one axis
 that begins at 0, sub-batches and kinds of kernels are their rows.
@@ -21,14 +21,14 @@ PREDICTED, MEASURED = "predicted", "measured"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Something that runs for a while.
+    """A stage or kernel with its start and end.
 
     Attributes:
-      row: Where it is drawn: a sub-batch, or a kind of kernels.
-      name: Of the stage or kernel.
-      start_s: Seconds from the first start.
-      end_s: Seconds from the first start.
-      details: What else is known of it: rows, class, block, SM budget.
+      row: The row it is drawn in: a sub-batch, or a kind of kernels.
+      name: Name of the stage or kernel.
+      start_s: Seconds from the first start to its start.
+      end_s: Seconds from the first start to its end.
+      details: Further facts: rows, class, block, SM budget.
     """
 
     row: str
@@ -47,15 +47,15 @@ def predicted_slices(
 ) -> tuple[Slice, ...]:
     """A split's timetable in the seconds of a measured table.
 
-    Of a slot the first sub-batch's stage begins with it and the last one's ends with it, each as
-    long as alone: so long as two save by running together they are drawn above each other.
+    In each slot the first sub-batch's stage starts with the slot and the last one's ends with it,
+    each as long as alone: they overlap by the seconds that they save together.
 
     Args:
       summary: The program.
       profile: Its measured table.
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
-      sm_budgets: As in `Plan`.
+      sm_budgets: SMs by resource class, as in `Plan`.
 
     Returns:
       The slices in order; the last ends at the predicted makespan.
@@ -64,13 +64,13 @@ def predicted_slices(
       InputError: A stage or size was not measured, or the staggers do not fit.
     """
     evaluator = Evaluator(summary, profile, sm_budgets)
-    chain = (summary.prologue, *summary.block, summary.epilogue)
+    every = (summary.prologue, *summary.block, summary.epilogue)
     found, now = [], 0.0
     for number, slot in enumerate(timetable(summary, staggers).slots()):
         if not slot:
             continue
         seconds = evaluator.slot_seconds(sizes, slot)
-        stages = [chain[task.stage + 1] for task in slot]
+        stages = [every[task.stage + 1] for task in slot]
         alone = [
             profile.seconds(stage, sizes[task.sub_batch])
             for stage, task in zip(stages, slot, strict=True)
@@ -79,7 +79,7 @@ def predicted_slices(
         budgets = dict(sm_budgets or {}) if len({s.resource for s in stages if s}) > 1 else {}
         for place, (task, stage) in enumerate(zip(slot, stages, strict=True)):
             if stage is None:
-                raise AssertionError("a timetable runs no end that the program lacks")
+                raise AssertionError("the timetable runs a prologue or epilogue that is missing")
             begin = now + _offset(alone, place, seconds)
             found.append(
                 Slice(
@@ -95,7 +95,7 @@ def predicted_slices(
 
 
 def _offset(alone: Sequence[float], place: int, slot_s: float) -> float:
-    """Where a stage begins in its slot: after those before it, but early enough for the rest."""
+    """Start of a stage in its slot: after those before it, but early enough for the rest."""
     return max(0.0, min(sum(alone[:place]), slot_s - sum(alone[place:])))
 
 
@@ -137,7 +137,7 @@ def chrome_trace(timelines: Mapping[str, Sequence[Slice]]) -> dict[str, object]:
     """Timelines as a Chrome trace: a process each, a thread for each row, times in microseconds.
 
     Args:
-      timelines: Slices by what they are, such as PREDICTED.
+      timelines: Slices by the name of their timeline, such as PREDICTED.
     """
     events: list[dict[str, object]] = []
     for process, (name, slices) in enumerate(timelines.items(), start=1):

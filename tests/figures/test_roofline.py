@@ -17,8 +17,7 @@ from pbjax.cli.app import app
 from pbjax.device import find_device
 from pbjax.errors import FileError, InputError
 from pbjax.figures.batch_study import front_figure, study_figure
-from pbjax.figures.html import points_csv
-from pbjax.figures.pages import Findings, write_figures, write_page
+from pbjax.figures.html import Findings, points_csv, write_figures, write_page
 from pbjax.figures.roofline import (
     png,
     roofline_figure,

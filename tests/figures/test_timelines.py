@@ -14,8 +14,14 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 
 import pbjax
 from pbjax.errors import FileError, InputError
-from pbjax.figures.plan import search_figure, timetable_figure
-from pbjax.figures.plan_pages import plan_slices, write_plan_figures, write_plan_page, write_trace
+from pbjax.figures.plan import (
+    plan_slices,
+    search_figure,
+    timetable_figure,
+    write_plan_figures,
+    write_plan_page,
+    write_trace,
+)
 from pbjax.figures.roofline import svg
 from pbjax.figures.timelines import (
     MEASURED,
