@@ -18,10 +18,10 @@ from pbjax.planning.profiling import Profile
 from pbjax.roofline.measured_table import MeasuredTable
 from pbjax.roofline.measured_table import Row as MeasuredRow
 from pbjax.roofline.points import Measured
+from tests.planning.test_plan import PLAN
 
 from .fakes import provenance
 from .planning.test_ceilings import FOUND
-from .test_plan import PLAN
 
 ROW = Row(
     stage="a",

@@ -1,10 +1,9 @@
-"""Every way to split a batch, stagger its sub-batches and share the SMs out, predicted on demand.
+"""All splits of a batch with their staggers and SM budgets, predicted on demand.
 
-The sizes of a candidate are unordered: the order of two sub-batches changes nothing once their
-staggers go with them, and adding one number to all staggers changes nothing either. Of each sizes
-the staggers are first bounded by what each pair of sub-batches can save; only those that may beat
-what is known are predicted. SM budgets come from the table: those that stages were measured at.
-Which sizes to visit is decided in `search`.
+The sizes of a candidate are unordered: two sub-batches may swap places if their staggers go with
+them, and the same number may be added to all staggers. For each sizes the savings of the pairs of
+sub-batches bound every choice of staggers, and only those that may beat the best known are
+predicted. The SM budgets are those of the table's rows. `search` decides which sizes to visit.
 """
 
 import math
@@ -23,19 +22,19 @@ from pbjax.planning.timetable import MAX_SUB_BATCHES, Split, check_staggers
 type Sizes = tuple[int, ...]
 type Staggers = tuple[int, ...]
 
-# Makespans nearer than this share of the unsplit one are equal: sums in another order differ so.
+# Makespans nearer than this share of the unsplit one count as equal: the order of sums moves them.
 TIE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A split with its staggers and budgets, and what the table says about it.
+    """A split with its staggers and budgets, and its prediction.
 
     Attributes:
       split: Sizes of the sub-batches.
       staggers: How many stages each runs ahead.
-      prediction: Of the table.
-      sm_budgets: As in `Plan`; empty for none.
+      prediction: The times predicted from the table.
+      sm_budgets: SMs by resource class, as in `Plan`; empty for no budgets.
     """
 
     split: Split
@@ -46,17 +45,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """What may be searched, and how far.
+    """The limits and settings of a search.
 
     Attributes:
       max_sub_batches: Most sub-batches of a candidate.
       staggers: Fixed staggers; a candidate with fewer sub-batches takes the first of them. None
         searches them.
-      sm_budgets: Fixed budgets, none of them if empty; None searches those of the table.
+      sm_budgets: Fixed budgets, empty for no budgets; None searches those of the table.
       first_window: Window that a slide starts with, as a share of the batch.
-      decay: What the window is multiplied by when no neighbour is better.
-      saturation_rounds: How many rounds together must gain.
-      epsilon: What they must gain, as a share of the makespan.
+      decay: Factor on the window when no neighbour is better.
+      saturation_rounds: A slide ends when its last rounds, this many, gain too little together.
+      epsilon: Least gain of those rounds, as a share of the makespan.
       max_evaluations: Most predictions and bounds; fewer where the space is small.
       memory_limit_bytes: Candidates that need more device memory are dropped; None allows all.
     """
@@ -72,7 +71,7 @@ class SearchOptions:
     memory_limit_bytes: int | None = None
 
     def __post_init__(self):
-        """Refuses options that no search ends with."""
+        """Refuses options with which a search would not end."""
         wrong = {
             "max_sub_batches": not 1 <= self.max_sub_batches <= MAX_SUB_BATCHES,
             "first_window": not 0 < self.first_window <= 1,
@@ -90,37 +89,38 @@ class SearchOptions:
 
 
 # The number of the budgets, then the staggers.
-type _Way = tuple[int, Staggers]
+type _Spec = tuple[int, Staggers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The best way known to run some sizes; `rounded` is what makespans are compared by."""
+    """The best known budgets and staggers of some sizes; makespans are compared by `rounded`."""
 
     rounded: int
     makespan_s: float
-    spec: _Way
+    spec: _Spec
 
 
 class Candidates:
-    """The candidates of one batch: what is known of them, and what it cost to know.
+    """The candidates of one batch, their predictions so far, and the number of predictions.
 
     Attributes:
       evaluator: Predicts without budgets.
-      counts: Numbers of sub-batches that are allowed.
-      choices: For each number of sub-batches, every stagger.
-      smallest: Smallest sub-batch.
-      visit_cost: Predictions and bounds that visiting sizes takes at least.
-      evaluations: Predictions of one split with one choice of staggers and budgets.
-      bounds: Sizes of which all staggers were bounded at once, counted for each choice of budgets.
-      dropped: Candidates over the memory limit.
-      found: Sizes that were predicted, with the best way known to run them.
+      counts: Allowed numbers of sub-batches.
+      choices: All staggers for each number of sub-batches.
+      smallest: Rows of the smallest sub-batch.
+      visit_cost: Least number of predictions and bounds that a visit of sizes takes.
+      evaluations: Number of predictions of one split with one choice of staggers and budgets.
+      bounds: Number of sizes whose staggers were bounded at once, counted for each choice of
+        budgets.
+      dropped: Number of candidates over the memory limit.
+      found: Sizes that were predicted, with their best known budgets and staggers.
     """
 
     def __init__(
         self, summary: ProgramSummary, profile: Profile, batch_size: int, options: SearchOptions
     ):
-        """Lays out the space.
+        """Lays out the space of candidates.
 
         Raises:
           InputError: The batch was not measured, or the fixed staggers do not fit the program.
@@ -165,7 +165,7 @@ class Candidates:
         return 1 if count == 1 else batch // 2 - low + 1
 
     def num_candidates(self) -> int:
-        """How many splits there are, each counted with each choice of staggers."""
+        """How many splits there are, each counted with each choice of staggers and budgets."""
         specs = {
             n: len(c) * (len(self._evaluators) if n > 1 else 1) for n, c in self.choices.items()
         }
@@ -178,19 +178,19 @@ class Candidates:
                 self._predict(sizes, (number, staggers))
 
     def visit(self, sizes: Sizes) -> float:
-        """The makespan of these sizes, or a bound from below that is worse than the best known."""
+        """The makespan of these sizes, or a lower bound that is worse than the best known."""
         value = self._values.get(sizes)
         if value is None:
             value = self._values[sizes] = self._visit(sizes)
         return value
 
     def first(self, sizes: list[Sizes]) -> Sizes:
-        """The best of sizes that were predicted: makespan, then balance, bubbles, fixed order."""
+        """The best of predicted sizes by makespan, then balance, then bubbles, then their order."""
         least = min(self.found[each].rounded for each in sizes)
         return min([s for s in sizes if self.found[s].rounded == least], key=self._tie_order)
 
     def candidate(self, sizes: Sizes) -> Candidate:
-        """The candidate of these sizes; of equal ways that under which classes meet least."""
+        """The best candidate of these sizes; `rank` decides between equal makespans."""
         makespans = {self.found[sizes].spec: self.found[sizes].rounded}
         for bound, spec in self._promising(sizes):
             if bound > self.found[sizes].rounded:
@@ -200,9 +200,10 @@ class Candidates:
         equal = [spec for spec, makespan in makespans.items() if makespan == least]
         ideal = self.evaluator.ideal_seconds
 
-        def rank(spec: _Way) -> tuple[int, int, int, Staggers]:
-            # Of staggers that nothing tells apart, those with the most different stages: whatever
-            # overlap was not measured can only come from there. Of budgets, none.
+        def rank(spec: _Spec) -> tuple[int, int, int, Staggers]:
+            # No budgets first. Then the staggers that set most stages of different classes beside
+            # each other, and the most different staggers: overlap that was not measured can only
+            # come from there.
             number, each = spec
             return number, self._rounded(ideal(sizes, each)), -len(set(each)), each
 
@@ -218,7 +219,7 @@ class Candidates:
         )
 
     def refusal(self) -> MemoryBudgetError:
-        """Says that nothing is within the memory limit."""
+        """The error that no candidate is within the memory limit."""
         needed = predicted_bytes(self.evaluator.summary, (self.batch_size,), (0,))
         return MemoryBudgetError(
             f"search(batch_size={self.batch_size}): {needed} bytes are needed unsplit, and too "
@@ -233,7 +234,7 @@ class Candidates:
         else:
             stages = range(len(self.evaluator.summary.block))
             every = [each for each in product(stages, repeat=count) if min(each) == 0]
-        # Staggered sub-batches take the same memory whatever their sizes are.
+        # The memory of staggered sub-batches does not depend on their sizes.
         parts = (self.batch_size - count + 1, *[1] * (count - 1))
         if count == 1 or self._fits(parts, (*[0] * (count - 1), 1)):
             return every
@@ -245,9 +246,9 @@ class Candidates:
         return ((total - size, size) for size in range(low, total // 2 + 1))
 
     def _allowed(self, sizes: Sizes) -> list[Staggers]:
-        """The staggers under which these sizes are within the memory limit: all that are left.
+        """The staggers with which these sizes are within the memory limit: all that are left.
 
-        Or none: sub-batches in turns, without staggers, take no more than the same staggered.
+        Or none: sub-batches that take turns need no more memory than the same ones staggered.
         """
         choices = self.choices[len(sizes)]
         if self._fits(sizes, (0,) * len(sizes)):
@@ -260,7 +261,7 @@ class Candidates:
         return limit is None or predicted_bytes(self.evaluator.summary, sizes, staggers) <= limit
 
     def _numbers(self, sizes: Sizes) -> list[int]:
-        """The budgets under which these sizes were measured, by their numbers."""
+        """The numbers of the budgets at which these sizes were measured."""
         if len(sizes) == 1:
             return [0]
         every = enumerate(self._evaluators)
@@ -269,7 +270,7 @@ class Candidates:
     def _visit(self, sizes: Sizes) -> float:
         least = self._least.get(len(sizes), math.inf)
         numbers, choices = self._numbers(sizes), self.choices[len(sizes)]
-        # A bound on one choice is worth less than its prediction.
+        # With one choice its prediction costs no more than a bound.
         if len(choices) * len(numbers) == 1:
             specs = [(numbers[0], staggers) for staggers in self._allowed(sizes)]
             return min((self._predict(sizes, spec) for spec in specs), default=math.inf)
@@ -290,8 +291,8 @@ class Candidates:
             value = min(value, self._predict(sizes, spec))
         return value
 
-    def _promising(self, sizes: Sizes) -> Iterator[tuple[int, _Way]]:
-        """All allowed ways with a bound on their rounded makespan, the least first."""
+    def _promising(self, sizes: Sizes) -> Iterator[tuple[int, _Spec]]:
+        """All allowed budgets and staggers with bounds on their rounded makespans, least first."""
         allowed = self._allowed(sizes)
         alone = sum([self.evaluator.path_seconds(size) for size in sizes])
         if len(sizes) == 1 or not self._useful:
@@ -302,16 +303,16 @@ class Candidates:
         for number in self._numbers(sizes):
             each = _most_saved(self._evaluators[number], sizes, allowed)
             saved += [(-most, number, i) for i, most in enumerate(each)]
-        # One by one: most callers stop after a few.
+        # Yielded one by one: most callers stop after a few.
         for less, number, i in sorted(saved):
             yield self._rounded(alone + less), (number, allowed[i])
 
     def _bound(self, sizes: Sizes, evaluator: Evaluator) -> float:
-        chain, totals = evaluator.path_seconds, evaluator.pair_totals
+        alone, totals = evaluator.path_seconds, evaluator.pair_totals
         pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
-        return sum([chain(size) for size in sizes]) - sum([max(totals(a, b)) for a, b in pairs])
+        return sum([alone(size) for size in sizes]) - sum([max(totals(a, b)) for a, b in pairs])
 
-    def _predict(self, sizes: Sizes, spec: _Way) -> float:
+    def _predict(self, sizes: Sizes, spec: _Spec) -> float:
         self.evaluations += 1
         number, staggers = spec
         makespan = self._evaluators[number].makespan(sizes, staggers)
@@ -334,7 +335,7 @@ class Candidates:
 
 
 def _most_saved(evaluator: Evaluator, sizes: Sizes, choices: list[Staggers]) -> list[float]:
-    """Seconds that two or three sub-batches save at most, for each choice of staggers."""
+    """The most seconds that two or three sub-batches save, for each choice of staggers."""
     last, totals = len(evaluator.summary.block) - 1, evaluator.pair_totals
     ab = totals(sizes[0], sizes[1])
     if len(sizes) == 2:

@@ -1,9 +1,8 @@
-"""What a machine was measured to reach, in place of the peaks of its datasheet.
+"""Measured rates of a machine, in place of the peaks of its datasheet.
 
 `pbjax calibrate` measures ceilings and writes them to a file; those of some devices ship with
-pbjax. Rooflines, classes and predictions take a `Device`, whichever figures it holds:
-`Ceilings.applied_to` gives one with measured rates, and `calibrated` finds the file by itself.
-Nothing is measured here.
+pbjax. Rooflines, classes and predictions take any `Device`: `Ceilings.applied_to` gives one with
+measured rates, and `calibrated` finds the file by itself. Nothing is measured here.
 """
 
 import os
@@ -20,7 +19,7 @@ from pbjax.planning.profile_rows import Provenance
 from pbjax.planning.profiling import find_profile
 
 NAME = "ceilings"
-# Queries and keys of the attention that is measured: its rate depends on them.
+# Number of queries and of keys of the measured attention: its rate depends on them.
 ATTENTION_TOKENS = 1024
 AGAIN = "measure again by `pbjax calibrate`"
 REMEDY = f"ceilings of schema_version 1 are allowed; {AGAIN}"
@@ -28,22 +27,22 @@ REMEDY = f"ceilings of schema_version 1 are allowed; {AGAIN}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Rates that a machine was measured to reach, kept up for as long as a program runs.
+    """Rates that a machine was measured to sustain.
 
     Attributes:
       provenance: Where and how they were measured.
-      tensor_flops_per_s: Of a large square product, by dtype name.
-      attention_flops_per_s: Of fused attention in bfloat16 with `ATTENTION_TOKENS` queries and
+      tensor_flops_per_s: Rate of a large square product, by dtype name.
+      attention_flops_per_s: Rate of fused attention in bfloat16 with `ATTENTION_TOKENS` queries and
         keys, all scores counted, by the head's width; empty where it was not measured.
-      cuda_flops_per_s: Of multiplications and additions in float32 outside of products, as XLA
-        compiles them: each an instruction of its own. None where it was not measured.
+      cuda_flops_per_s: Rate of multiplications and additions in float32 outside of products, each
+        an instruction of its own as XLA compiles them. None where it was not measured.
       functions_per_s: Evaluations of a function in float32, by the name of its JAX primitive; empty
         where they were not measured.
-      memory_bytes_per_s: Of a large copy, bytes read and written together.
-      weight_bytes_per_s: Of a product of a few rows, which waits for its weights.
-      launch_s: What a kernel takes that does next to nothing, behind another.
-      pallas_launch_s: The same of a kernel of `pallas_kernels`, which sets up its pipeline first;
-        None where none runs.
+      memory_bytes_per_s: Bytes that a large copy reads and writes, together.
+      weight_bytes_per_s: Bandwidth of a product of a few rows, which waits for its weights.
+      launch_s: Seconds of a kernel that does next to nothing, behind another.
+      pallas_launch_s: Seconds of such a kernel of `pallas_kernels`, which sets up its pipeline
+        first; None where none runs.
     """
 
     provenance: Provenance
@@ -57,7 +56,7 @@ class Ceilings:
     pallas_launch_s: float | None = None
 
     def __post_init__(self):
-        """Refuses rates that are not positive, and a table without a product's."""
+        """Refuses rates that are not positive, and a table without the rate of a product."""
         tables = {
             name: getattr(self, name)
             for name in ("tensor_flops_per_s", "attention_flops_per_s", "functions_per_s")
@@ -79,18 +78,18 @@ class Ceilings:
             )
 
     def applied_to(self, device: Device) -> Device:
-        """The device with these rates; a dtype that was not measured keeps its share of the peak.
+        """The device with these rates; dtypes that were not measured scale like the measured ones.
 
         Args:
-          device: With the figures of its datasheet.
+          device: The device with the rates of its datasheet.
 
         Raises:
-          DeviceError: They were measured on another kind of device.
+          DeviceError: The ceilings were measured on another kind of device.
         """
         where = self.provenance
         if where.device_kind != device.kind:
             raise DeviceError(
-                f"ceilings of {where.device_kind!r} for {device.kind!r}: another kind; the one "
+                f"ceilings of {where.device_kind!r} for {device.kind!r}: another kind; the kind "
                 "they were measured on is allowed; measure this one by `pbjax calibrate`"
             )
         peaks, measured = device.tensor_flops_per_s, self.tensor_flops_per_s
@@ -110,7 +109,7 @@ class Ceilings:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them as JSON.
+        """Writes the ceilings as JSON.
 
         Raises:
           FileError: The file cannot be written.
@@ -119,7 +118,7 @@ class Ceilings:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Ceilings":
-        """Reads what `save` wrote.
+        """Reads ceilings that `save` wrote.
 
         Raises:
           FileError: The file is missing, corrupt or of a foreign schema; the message names the
@@ -130,7 +129,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """What a file holds."""
+    """The content of a file."""
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
@@ -139,18 +138,18 @@ class _File:
 
 
 def user_folder() -> Path:
-    """Where `pbjax calibrate` writes unless told otherwise."""
+    """The folder that `pbjax calibrate` writes to unless told otherwise."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "pbjax" / "profiles"
 
 
 def calibrated(device: Device) -> Device:
-    """The device at what it was measured to reach; as it is where nobody has measured its kind.
+    """The device with its measured rates; unchanged where its kind was never measured.
 
-    `pbjax calibrate` on this machine goes before the ceilings that ship with pbjax.
+    Ceilings that `pbjax calibrate` wrote on this machine win over those that ship with pbjax.
 
     Args:
-      device: With the figures of its datasheet.
+      device: The device with the rates of its datasheet.
 
     Raises:
       FileError: The file is corrupt.

@@ -1,4 +1,4 @@
-"""Which stages of two sub-batches meet in a slot, and what was measured of them together."""
+"""The pairs of stages that two sub-batches may run in one slot, with their measured slowdowns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pbjax.planning.program_summary import ProgramSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two positions of the chain that cost otherwise together than one after the other.
+    """Two positions whose time together differs from the sum of their times alone.
 
     Positions count the prologue as 0, the block's stages from 1, the epilogue as the last.
 
@@ -19,9 +19,9 @@ class Pair:
       first: Position of the first sub-batch.
       second: Position of the second.
       place: first * width + second, where width is one more than there are positions.
-      slowdowns: Of both, for each measured pair of batch sizes; at least 1; none where they were
-        not measured together, but budgets make them slower.
-      offsets: By how many stages the first must run ahead for them to meet, and how often then.
+      slowdowns: Slowdowns of both for each measured pair of batch sizes, at least 1; empty for a
+        pair that was not measured together and only becomes slower by its budgets.
+      offsets: Pairs (how many stages the first runs ahead, how many slots then hold both).
     """
 
     first: int
@@ -31,7 +31,7 @@ class Pair:
     offsets: tuple[tuple[int, int], ...]
 
 
-# Whether within budgets, and the pairs of batch sizes with rows.
+# Whether the pair runs within budgets, and the pairs of batch sizes that have rows.
 type _Measured = tuple[bool, tuple[tuple[int, int], ...]]
 
 
@@ -48,9 +48,9 @@ def measured_budgets(summary: ProgramSummary, profile: Profile) -> tuple[Mapping
 def stage_budgets(
     summary: ProgramSummary, profile: Profile, sm_budgets: Mapping[str, int]
 ) -> list[int]:
-    """The budget of each stage from prologue to epilogue; 0 where its rows have none.
+    """The budget of each stage from prologue to epilogue; 0 where it has no rows at its budget.
 
-    A stage without kernels that take a budget has no such rows, and runs as it is.
+    A stage without kernels that take a budget has no such rows and runs unchanged.
     """
     stages = (summary.prologue, *summary.block, summary.epilogue)
     budgets = [sm_budgets.get(stage.resource, 0) if stage else 0 for stage in stages]
@@ -63,20 +63,20 @@ def stage_budgets(
 def find_pairs(
     summary: ProgramSummary, profile: Profile, budgets: Sequence[int]
 ) -> dict[_Measured, list[Pair]]:
-    """The pairs of positions that cost otherwise together, by budget or not and batch sizes.
+    """All pairs of positions with measured rows or budgets, by what was measured of them.
 
     Args:
       summary: The program.
       profile: Its measured table.
-      budgets: Of each stage, as `stage_budgets` gives them.
+      budgets: The budget of each stage, as `stage_budgets` gives it.
     """
-    chain = (summary.prologue, *summary.block, summary.epilogue)
+    stages = (summary.prologue, *summary.block, summary.epilogue)
     pairs: dict[_Measured, list[Pair]] = {}
-    for first, stage_a in enumerate(chain):
-        for second, stage_b in enumerate(chain):
+    for first, stage_a in enumerate(stages):
+        for second, stage_b in enumerate(stages):
             if stage_a is None or stage_b is None:
                 continue
-            # Stages of one class share no slot out.
+            # Stages of one class run without budgets in a slot.
             apart = stage_a.resource != stage_b.resource
             both = (budgets[first], budgets[second]) if apart else (0, 0)
             rows = [r for r in profile.corun_rows(stage_a, stage_b) if r.sm_budgets == both]
@@ -84,8 +84,8 @@ def find_pairs(
                 pair = Pair(
                     first=first,
                     second=second,
-                    place=first * (len(chain) + 1) + second,
-                    slowdowns=tuple(slowed(row) for row in rows),
+                    place=first * (len(stages) + 1) + second,
+                    slowdowns=tuple(_slowdowns(row) for row in rows),
                     offsets=_offsets(summary, first, second),
                 )
                 key = any(both), tuple(row.batch_sizes for row in rows)
@@ -101,11 +101,11 @@ def _offsets(summary: ProgramSummary, first: int, second: int) -> tuple[tuple[in
         return ((ahead, 1),) if abs(ahead) < num_stages else ()
     if ahead == 0 or num_blocks == 1:
         return ((ahead, num_blocks),)
-    # They also meet when the first is in the next block, or the second is; once less, at the ends.
+    # They also share a slot when one of them is a block further on; once less, at the ends.
     other = ahead - num_stages if ahead > 0 else ahead + num_stages
     return (ahead, num_blocks), (other, num_blocks - 1)
 
 
-def slowed(row: CorunRow) -> tuple[float, float]:
-    """The slowdowns of a pair; neither stage gets faster by company."""
+def _slowdowns(row: CorunRow) -> tuple[float, float]:
+    """The slowdowns of a pair, at least 1: no stage gets faster beside another."""
     return max(row.slowdowns[0], 1.0), max(row.slowdowns[1], 1.0)

@@ -1,4 +1,4 @@
-"""The saved decision: how one model's batch is split on one device, and the figures behind it."""
+"""The saved decision: how one model's batch is split on one device, and the seconds behind it."""
 
 import os
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from pbjax.planning.timetable import MAX_SUB_BATCHES
 SCHEMA_VERSION = 2
 REMEDY = "correct the plan or search again"
 
-# Of the whole batch at once, "plain" is the model as it was given, without what fusion has found.
+# "plain" runs the whole batch at once by the model as it was given, without fusion's kernels.
 type Decision = Literal["split", "unsplit", "plain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds of a pass over the batch, for each way to run it; None where it was not found out.
+    """Seconds of one pass over the batch by each program; None where unknown.
 
     Attributes:
-      plain: The whole batch at once by the model as it was given; None where it is the unsplit
-        program.
-      unsplit: The whole batch at once.
-      sequential: The sub-batches one after the other, with the same kernels.
-      split: The sub-batches staggered.
+      plain: Seconds of the model as it was given, the whole batch at once; None where that is the
+        unsplit program.
+      unsplit: Seconds of the whole batch at once.
+      sequential: Seconds of the sub-batches one after the other, with the same kernels.
+      split: Seconds of the staggered sub-batches.
     """
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
@@ -38,7 +38,7 @@ class Seconds:
     split: float | None = None
 
     def __post_init__(self):
-        """Refuses what no clock gives."""
+        """Refuses seconds that no clock gives."""
         check_finite("Seconds", _known(asdict(self)), REMEDY)
 
 
@@ -46,29 +46,29 @@ class Seconds:
 class Plan:
     """How a batch is run.
 
-    One table gives one search, and so one digest, always. Which of the searched splits stands here,
-    and the decision, rest on whole programs that were measured.
+    Equal tables give equal searches and so equal digests. The split that is kept and the decision
+    rest on measured whole programs.
 
     Attributes:
       model: Name of the model, for people.
       fingerprint: Hash of the traced graph, not of the weights.
-      device_kind: What `jax.Device.device_kind` said.
+      device_kind: The device kind as `jax.Device.device_kind` said it.
       jax: Version of jax.
       batch_size: Rows of the batch.
       sizes: Rows of each sub-batch of the split program.
       staggers: How many stages of the block each sub-batch runs ahead.
-      sm_budgets: By the name of a resource class, how many SMs the kernels of its stages may fill
-        in a slot of the split program that has stages of several classes. Where a stage runs alone
-        or beside its own class, and for a class that is not named, they may fill all.
+      sm_budgets: SMs that the kernels of a resource class may fill in a slot with stages of several
+        classes, by the name of the class. A class without a budget may fill all, and so may a
+        stage that runs alone or beside its own class.
       unroll: Blocks in one step of the loop.
-      compiler_options: Of the split program.
-      decision: Which program runs.
-      reason: Why, in a sentence.
-      digest: SHA-256 of what the search decided from, and of what it decided.
-      predicted: From the measured table.
-      measured: Of the whole programs.
+      compiler_options: Compiler options of the split program.
+      decision: The program that runs.
+      reason: The reason for the decision, in a sentence.
+      digest: SHA-256 of the search's inputs and its decision.
+      predicted: Seconds predicted from the measured table.
+      measured: Measured seconds of the whole programs.
       max_difference: Largest absolute difference between split and unsplit outputs.
-      date: ISO 8601.
+      date: Date in ISO 8601.
     """
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
@@ -92,12 +92,12 @@ class Plan:
     sm_budgets: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Refuses sizes that are no split of the batch, and what cannot be run."""
+        """Refuses sizes that are no split of the batch, and plans that cannot be run."""
         for name in ("sizes", "staggers"):
             whole_numbers(f"Plan({name})", getattr(self, name))
         if self.decision not in get_args(Decision.__value__):
             raise InputError(
-                f"Plan(decision={self.decision!r}): no such decision; "
+                f"Plan(decision={self.decision!r}): unknown decision; "
                 f"{', '.join(get_args(Decision.__value__))} are allowed; {REMEDY}"
             )
         fits = sum(self.sizes) == self.batch_size and len(self.sizes) == len(self.staggers)
@@ -110,8 +110,8 @@ class Plan:
         if self.unroll < 1 or (self.decision == "split" and len(self.sizes) == 1):
             raise InputError(
                 f"Plan(decision={self.decision!r}): sizes {self.sizes}, unroll {self.unroll}; a "
-                "split has two sizes or more, and a step one block or more; correct the plan or "
-                "search again"
+                "split of two sizes or more and an unroll of 1 or more are allowed; correct the "
+                "plan or search again"
             )
         check_finite("Plan", _known({"max_difference": self.max_difference}), REMEDY)
         check_sm_budgets(f"Plan(sizes={self.sizes})", self.sm_budgets, self.device_kind)
@@ -141,7 +141,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """What a file holds."""
+    """The content of a file."""
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
@@ -149,5 +149,5 @@ class _File:
     plan: Plan
 
 
-def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in figures.items() if value is not None}
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,7 +1,6 @@
-"""What of a program is measured: which stages, at which batch sizes and SM budgets, which pairs.
+"""The runs that measure a program: its stages and pairs at batch sizes and SM budgets.
 
-Pure, like all that decides without running: who measures is in `timing`, where the rows go in
-`profiling`.
+Pure: `runtime.timing` measures the runs, and `profiling` keeps the rows.
 """
 
 from collections.abc import Collection
@@ -13,8 +12,8 @@ from pbjax.planning.profile_rows import measured_size
 from pbjax.planning.program_summary import ProgramSummary, StageInfo
 
 GRID_POINTS = 8
-# Shares of the SMs that a bandwidth-bound stage gets beside another: on 132 SMs 40, the best of
-# those tried for a matrix product beside a stream of 2 GB.
+# Shares of the SMs that a memory kernel gets beside another: 40 of 132 SMs were the best of those
+# tried for a matrix product beside a stream of 2 GB.
 MEMORY_SHARES = (0.3,)
 
 
@@ -24,7 +23,7 @@ class Run:
 
     Attributes:
       stage: The stage.
-      batch_size: Rows of the sub-batch; one counts as two.
+      batch_size: Rows of the sub-batch; one row counts as two.
       sm_budget: SMs that its kernels may fill; 0 for all.
     """
 
@@ -34,17 +33,17 @@ class Run:
 
     @property
     def size(self) -> int:
-        """The rows that it really runs with."""
+        """Rows that the stage really runs with."""
         return measured_size(self.batch_size)
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """As `Row.key`."""
+        """The key of its row, as `Row.key`."""
         return self.stage.fingerprint, self.sm_budget, self.size
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The run in words, for progress."""
         within = f" on {self.sm_budget} SMs" if self.sm_budget else ""
         return f"{self.stage.name} at batch size {self.size}{within}"
 
@@ -52,8 +51,8 @@ class Run:
 def grid(batch_size: int) -> tuple[int, ...]:
     """The batch sizes to measure, so that every size up to batch_size can be interpolated.
 
-    Powers of two and three halves of them, nearest below the batch, where kernels have no ragged
-    last tile; the smallest size; and the batch itself.
+    They are the smallest size, the batch itself, and the largest powers of two and three halves of
+    powers of two below it, where kernels have no ragged last tile.
 
     Args:
       batch_size: Rows of the whole batch.
@@ -69,7 +68,7 @@ def grid(batch_size: int) -> tuple[int, ...]:
 
 
 def pair_sizes(batch_size: int) -> tuple[int, ...]:
-    """The sizes of the grid at which pairs are measured: nearest a third and half of the batch."""
+    """The sizes of the grid nearest to half and a third of the batch: pairs are measured there."""
     sizes = grid(batch_size)
     nearest = {min(sizes, key=lambda b, n=n: abs(n * b - batch_size)) for n in (2, 3)}
     return tuple(sorted(nearest))
@@ -78,7 +77,7 @@ def pair_sizes(batch_size: int) -> tuple[int, ...]:
 def paired_runs(
     summary: ProgramSummary, batch_size: int, num_sms: int, takers: Collection[str]
 ) -> tuple[tuple[Run, Run], ...]:
-    """The pairs to measure: stages of different classes, which may gain by running side by side.
+    """The pairs to measure: stages of different classes, which may gain from running together.
 
     Args:
       summary: The program.
@@ -104,9 +103,9 @@ def single_runs(
 ) -> tuple[Run, ...]:
     """The stages to measure alone, in program order.
 
-    Every stage at the sizes of the grid; those that `paired_runs` gives a budget also at that, from
-    a third to two thirds of the batch: sub-batches beside each other are nearly alike. The
-    arguments are those of `paired_runs`.
+    Every stage runs at the sizes of the grid. Stages to which `paired_runs` gives a budget also run
+    within it, at a third to two thirds of the batch, since sub-batches that run together are nearly
+    alike. The arguments are those of `paired_runs`.
     """
     pairs = paired_runs(summary, batch_size, num_sms, takers)
     budgets = {(run.stage.fingerprint, run.sm_budget) for pair in pairs for run in pair}
@@ -124,7 +123,7 @@ def single_runs(
 def _budgets(
     a: StageInfo, b: StageInfo, num_sms: int, takers: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Without budgets, then by each share of the guest; 0 for a stage that takes none."""
+    """No budgets, then those of each share of the memory kernel; 0 where a stage takes none."""
     budgets = [(0, 0)]
     for share in MEMORY_SHARES:
         memory = round(share * num_sms)
@@ -138,6 +137,6 @@ def _budgets(
 
 
 def _is_memory_kernel(a: StageInfo, b: StageInfo) -> bool:
-    """Whether of two stages the first is bound by bandwidth, or the less by arithmetic."""
+    """Whether the first of two stages is the memory kernel: bandwidth bounds it more."""
     order = (ResourceClass.MEMORY, ResourceClass.CUDA, ResourceClass.TENSOR)
     return order.index(a.resource) < order.index(b.resource)

@@ -1,4 +1,4 @@
-"""Rows of the measured table: one stage alone, two stages together, and where they come from."""
+"""Rows of the measured table: one stage alone, two stages together, and their provenance."""
 
 import math
 from bisect import bisect_left
@@ -31,14 +31,14 @@ class Provenance:
     """Where and how a table was measured.
 
     Attributes:
-      device_kind: What `jax.Device.device_kind` says.
+      device_kind: The device kind as `jax.Device.device_kind` says it.
       driver: Version of the driver; empty on a CPU.
       jax: Version of jax; several, joined by " + ", if the rows come from several.
       commit: Commit of this project that measured.
-      date: ISO 8601; the newer of two tables wins when they are merged.
+      date: Date in ISO 8601; the newer of two tables wins when they are merged.
       clock_mhz: Clock during the measurement; 0 where it cannot be read.
       power_limit_w: Power limit; 0 where it cannot be read.
-      command: What to run to measure again.
+      command: The command that measures again.
     """
 
     device_kind: str
@@ -56,12 +56,12 @@ class Row:
     """Device seconds of one stage at one batch size.
 
     Attributes:
-      stage: Name of the stage where it was measured; the fingerprint is what identifies it.
+      stage: Name of the stage in the model where it was measured; its fingerprint identifies it.
       fingerprint: The stage's fingerprint.
       resource: The stage's resource class.
-      dtype: Of the stage's main input.
+      dtype: Dtype of the stage's main input.
       batch_size: Rows of the sub-batch.
-      shape: Of the stage's main input, without the batch axis.
+      shape: Shape of the stage's main input without the batch axis.
       sm_budget: SMs that its kernels may fill; 0 for kernels without a budget.
       median_s: Median device seconds.
       spread_s: Distance of the quartiles, in seconds.
@@ -84,7 +84,8 @@ class Row:
         if self.batch_size < 1 or self.sm_budget < 0:
             raise InputError(
                 f"Row(stage={self.stage!r}): batch_size {self.batch_size}, sm_budget "
-                f"{self.sm_budget}; sizes are positive, budgets not negative; measure the row again"
+                f"{self.sm_budget}; sizes from 1 and budgets from 0 are allowed; measure the row "
+                "again"
             )
         seconds = {"median_s": self.median_s, "spread_s": self.spread_s}
         check_finite(f"Row(stage={self.stage!r})", seconds, "measure the row again")
@@ -100,7 +101,7 @@ class Row:
         spread_s: float = 0.0,
         samples: int = 1,
     ) -> "Row":
-        """The row of a stage; arguments as the attributes."""
+        """The row of a stage; the arguments are named as the attributes."""
         return cls(
             stage=stage.name,
             fingerprint=stage.fingerprint,
@@ -116,7 +117,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What one row is looked up and merged by."""
+        """The key by which rows are looked up and merged."""
         return self.fingerprint, self.sm_budget, self.batch_size
 
 
@@ -126,9 +127,9 @@ class CorunRow:
 
     Attributes:
       stages: Names of the two stages.
-      fingerprints: Their fingerprints.
+      fingerprints: Fingerprints of the two stages.
       batch_sizes: Rows of each.
-      sm_budgets: SMs that each may fill; 0 for none set.
+      sm_budgets: SMs that each may fill; 0 for no budget.
       slowdowns: Seconds of each beside the other over its seconds alone.
     """
 
@@ -143,7 +144,7 @@ class CorunRow:
         if min(self.batch_sizes) < 1 or min(self.sm_budgets) < 0:
             raise InputError(
                 f"CorunRow(stages={self.stages}): batch_sizes {self.batch_sizes}, sm_budgets "
-                f"{self.sm_budgets}; sizes are positive, budgets not negative; measure the pair "
+                f"{self.sm_budgets}; sizes from 1 and budgets from 0 are allowed; measure the pair "
                 "again"
             )
         slowdowns = {f"slowdowns[{i}]": value for i, value in enumerate(self.slowdowns)}
@@ -158,7 +159,7 @@ class CorunRow:
         slowdowns: tuple[float, float],
         sm_budgets: tuple[int, int] = (0, 0),
     ) -> "CorunRow":
-        """The row of two stages; arguments as the attributes."""
+        """The row of two stages; the arguments are named as the attributes."""
         a, b = stages
         return cls(
             stages=(a.name, b.name),
@@ -170,7 +171,7 @@ class CorunRow:
 
     @property
     def key(self) -> tuple[tuple[str, int, int], ...]:
-        """What one row is merged by; the order of the two stages does not matter."""
+        """The key by which rows are merged; the order of the two stages does not matter."""
         sides = zip(self.fingerprints, self.sm_budgets, self.batch_sizes, strict=True)
         return tuple(sorted(sides))
 
@@ -187,7 +188,7 @@ class Curve:
         """Seconds at a batch size; one row costs what two cost.
 
         Raises:
-          InputError: The size is outside the measured ones.
+          InputError: The size is smaller or larger than every measured one.
         """
         size = measured_size(batch_size)
         high = bisect_left(self.sizes, size)
@@ -195,8 +196,8 @@ class Curve:
             return self.seconds[high]
         if high in (0, len(self.sizes)):
             raise InputError(
-                f"seconds(stage={self.stage!r}, batch_size={batch_size}): outside what was "
-                f"measured; sizes from {self.sizes[0]} to {self.sizes[-1]} are allowed; measure "
+                f"seconds(stage={self.stage!r}, batch_size={batch_size}): outside the measured "
+                f"sizes; sizes from {self.sizes[0]} to {self.sizes[-1]} are allowed; measure "
                 f"batch size {size} (`pbjax profile`, or `pbjax optimize --profile`)"
             )
         low = high - 1
@@ -205,8 +206,8 @@ class Curve:
 
 
 def nearest(batch_sizes: Sequence[tuple[int, int]], size_a: int, size_b: int) -> int:
-    """Which pair of batch sizes is nearest in ratio to the given pair; the first of several."""
+    """The index of the pair of batch sizes that is nearest in ratio; the first of several."""
     log_a, log_b = math.log(size_a), math.log(size_b)
-    # Squares, not sums: of a row and that row turned round, the one in the same order is nearer.
+    # Squares, not sums: a row in the same order is then nearer than the same row turned round.
     distances = [(log_a - math.log(a)) ** 2 + (log_b - math.log(b)) ** 2 for a, b in batch_sizes]
     return distances.index(min(distances))

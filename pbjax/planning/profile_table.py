@@ -1,8 +1,8 @@
 """The measured table: look-up, merging, and the file that holds it.
 
-Seconds between two measured batch sizes are interpolated; outside them there is no answer. A file
-is written whole or not at all, and read strictly: what is not understood is refused with its place.
-How rows come to be measured stands in `profiling`.
+Seconds between two measured batch sizes are interpolated; sizes outside them are refused. A file is
+written whole or not at all, and read strictly: an error names the place. `profiling` has rows
+measured.
 """
 
 import json
@@ -13,14 +13,7 @@ from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
 from pbjax.files import STRICT, read_json, to_path, write_atomically
-from pbjax.planning.profile_rows import (
-    CorunRow,
-    Curve,
-    Provenance,
-    Row,
-    measured_size,
-    nearest,
-)
+from pbjax.planning.profile_rows import CorunRow, Curve, Provenance, Row
 from pbjax.planning.program_summary import ProgramSummary, StageInfo
 
 type Clock = Literal["burst", "long run"]
@@ -41,7 +34,7 @@ class Profile:
       provenance: Where and how it was measured.
       rows: Seconds of single stages.
       corun: Slowdowns of pairs of stages.
-      clock: Whether seconds are of a long run, as they are measured now, or of a burst at the
+      clock: Whether the seconds come from a long run, as they do now, or from a burst at the
         highest clock.
     """
 
@@ -56,7 +49,7 @@ class Profile:
     )
 
     def __post_init__(self):
-        """Sorts the rows and refuses two rows for one thing."""
+        """Sorts the rows and refuses two rows of one key."""
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_row_order)))
         object.__setattr__(self, "corun", tuple(sorted(self.corun, key=lambda row: row.key)))
         _refuse_repeats(self.rows)
@@ -66,7 +59,7 @@ class Profile:
         object.__setattr__(self, "_pairs", _pairs(self.corun))
 
     def curve(self, stage: StageInfo, sm_budget: int = 0) -> Curve:
-        """All measured seconds of a stage.
+        """All measured seconds of a stage at one SM budget.
 
         Raises:
           InputError: The stage was never measured at this budget.
@@ -92,7 +85,7 @@ class Profile:
           The measured seconds, or the line between the two neighbouring sizes.
 
         Raises:
-          InputError: The stage or a batch size beyond this one was never measured.
+          InputError: The stage was never measured, or the size is outside its measured ones.
         """
         return self.curve(stage, sm_budget).at(batch_size)
 
@@ -101,48 +94,8 @@ class Profile:
         return self._budgets.get(stage.fingerprint, ())
 
     def corun_rows(self, stage_a: StageInfo, stage_b: StageInfo) -> tuple[CorunRow, ...]:
-        """What was measured of two stages together, written with stage_a first."""
+        """The measured rows of two stages together, each with stage_a first."""
         return self._pairs.get((stage_a.fingerprint, stage_b.fingerprint), ())
-
-    def pair_saving(
-        self,
-        first: tuple[StageInfo, int],
-        second: tuple[StageInfo, int],
-        sm_budgets: tuple[int, int] = (0, 0),
-    ) -> float:
-        """Share of the summed seconds that running two stages together saves.
-
-        saving = 1 - together / (t_a + t_b),   together = max(t'_a s_a, t'_b s_b, t_a, t_b)
-
-        with the seconds t alone, t' alone at the budgets, and the slowdowns s of the row whose
-        batch sizes are nearest in ratio. Without budgets a pair that is slower together saves
-        nothing: it need not run together. With budgets it must, and where no row was measured
-        together = t'_a + t'_b.
-
-        Args:
-          first: A stage and its rows.
-          second: The other.
-          sm_budgets: Of both; 0 for none.
-
-        Returns:
-          At most 0.5. Without budgets from 0, also where no row was measured: nothing is assumed to
-          overlap.
-        """
-        (stage_a, size_a), (stage_b, size_b) = first, second
-        rows = [r for r in self.corun_rows(stage_a, stage_b) if r.sm_budgets == sm_budgets]
-        alone = self.seconds(stage_a, size_a), self.seconds(stage_b, size_b)
-        within = tuple(
-            self.seconds(*side, b) for side, b in zip((first, second), sm_budgets, strict=True)
-        )
-        if not sum(alone) or not (rows or any(sm_budgets)):
-            return 0.0
-        together = sum(within)
-        if rows:
-            measured = [row.batch_sizes for row in rows]
-            row = rows[nearest(measured, measured_size(size_a), measured_size(size_b))]
-            together = max(t * max(s, 1.0) for t, s in zip(within, row.slowdowns, strict=True))
-        saving = 1 - max(together, *alone) / sum(alone)
-        return saving if any(sm_budgets) else max(0.0, saving)
 
     def only(self, summary: ProgramSummary) -> "Profile":
         """The rows of a program's stages and of pairs of them."""
@@ -154,15 +107,15 @@ class Profile:
         )
 
     def merge(self, other: "Profile") -> "Profile":
-        """The rows of both tables; where both have one, that of the newer table.
+        """Merges two tables; where both have a row, the newer table's row stays.
 
         Args:
-          other: A table of the same device kind; newer than this one if the dates are equal.
+          other: A table of the same device kind; it counts as newer if the dates are equal.
 
         Returns:
-          A table with the newer one's provenance, naming every jax version that rows come from;
-          just the other table if this one has no rows. Rows of a burst do not mix with those of a
-          long run: they are left out.
+          A table with the newer one's provenance, naming every jax version that rows come from; the
+          other table if this one has no rows. Rows of a burst are left out where the other table is
+          of a long run.
 
         Raises:
           DeviceError: The tables belong to different device kinds.
@@ -173,8 +126,8 @@ class Profile:
         kinds = old.provenance.device_kind, new.provenance.device_kind
         if kinds[0] != kinds[1]:
             raise DeviceError(
-                f"merge: one table is of {kinds[0]!r}, the other of {kinds[1]!r}; seconds of two "
-                "devices do not mix; keep one file for each device"
+                f"merge: one table is of {kinds[0]!r}, the other of {kinds[1]!r}; tables of one "
+                "device kind are allowed; keep one file for each device"
             )
         if old.clock != new.clock:
             return new if new.clock == "long run" else old
@@ -223,7 +176,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """What a file holds."""
+    """The content of a file."""
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
@@ -256,7 +209,7 @@ def _refuse_repeats(rows: Iterable[Row | CorunRow]) -> None:
         if row.key in seen:
             raise InputError(
                 f"Profile: two rows for {row.key} (as {seen[row.key]} and as {_names(row)}); one "
-                "is allowed; drop one, or put them into two profiles and merge them"
+                "is allowed; drop one, or put them into two profiles and merge these"
             )
         seen[row.key] = _names(row)
 
@@ -299,7 +252,7 @@ def _pairs(rows: Iterable[CorunRow]) -> dict[tuple[str, str], tuple[CorunRow, ..
         )
         sides = (row, turned)
         if row.key[0] == row.key[1]:
-            # Both sides are the same work: that they were slowed differently is noise.
+            # Both sides are the same work: a difference of their slowdowns is noise.
             mean = sum(row.slowdowns) / 2
             sides = (replace(row, slowdowns=(mean, mean)),)
         for side in sides:

@@ -1,8 +1,8 @@
-"""Measuring a program: which rows are missing, and filling them through a timer that is given.
+"""Finds the rows that a measured table lacks, and fills them through a timer that is passed in.
 
 Each different stage is measured once for each batch size and SM budget, however often the program
-repeats it. The timer is injected: this module runs nothing on a device. What is measured is decided
-in `profile_grid`; the table itself stands in `profile_table`.
+repeats it. This module runs nothing on a device. `profile_grid` decides which runs are wanted;
+`profile_table` holds the table.
 """
 
 import re
@@ -27,7 +27,7 @@ _FOLDERS = (_PACKAGE.parent / "profiles", _PACKAGE / "_profiles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What a timer found.
+    """Measured seconds of one run or pair.
 
     Attributes:
       median_s: Median device seconds of one run.
@@ -42,11 +42,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsableRows:
-    """What of a profile may be used here.
+    """The part of a profile that may be used here.
 
     Attributes:
-      profile: With no rows if none may be used.
-      warning: One line naming what differs; None if nothing does.
+      profile: The profile; without rows if none may be used.
+      warning: One line that names the difference; None if there is none.
     """
 
     profile: Profile
@@ -59,7 +59,7 @@ type Progress = Callable[[int, int, str], None]
 
 
 def missing_runs(profile: Profile, runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs that a profile has no row of, each once."""
+    """The runs for which a profile has no row, each once."""
     known = {row.key for row in profile.rows}
     return tuple({run.key: run for run in runs if run.key not in known}.values())
 
@@ -67,7 +67,7 @@ def missing_runs(profile: Profile, runs: Iterable[Run]) -> tuple[Run, ...]:
 def missing_pairs(
     profile: Profile, pairs: Iterable[tuple[Run, Run]]
 ) -> tuple[tuple[Run, Run], ...]:
-    """The pairs that a profile has no row of, each once, whatever the order of the two."""
+    """The pairs for which a profile has no row, each once, whatever the order of the two."""
     known = {row.key for row in profile.corun}
     keyed = {tuple(sorted(run.key for run in pair)): pair for pair in pairs}
     return tuple(pair for key, pair in keyed.items() if key not in known)
@@ -84,12 +84,12 @@ def fill(
     """Measures the rows that a profile lacks.
 
     Args:
-      profile: What is known; its rows are kept and not measured again.
-      runs: What to measure.
+      profile: The known rows; they are kept and not measured again.
+      runs: The runs that need rows.
       timer: Called as timer(run), in the given order.
       progress: Called as progress(done, total, item) before each measurement and after the last.
-      on_row: Called with the table so far after each measurement. What the timer raises, an
-        interrupt too, passes through: a caller that saves here keeps every finished row.
+      on_row: Called with the table so far after each measurement. Errors and interrupts of the
+        timer pass through, so a caller that saves here keeps every finished row.
 
     Returns:
       The profile with all rows.
@@ -113,8 +113,8 @@ def fill_corun(
     """Measures the pairs of stages that a profile lacks.
 
     Args:
-      profile: What is known, the seconds of every stage alone among it; its pairs are kept.
-      pairs: Which runs to measure together.
+      profile: The known rows, those of every stage alone among them; its pairs are kept.
+      pairs: The pairs of runs that need rows.
       timer: Called as timer(first, second); gives the seconds until both have ended.
       progress: As in `fill`.
       on_row: As in `fill`.
@@ -123,7 +123,7 @@ def fill_corun(
       The profile with all rows.
 
     Raises:
-      InputError: A stage alone was not measured.
+      InputError: A stage was not measured alone.
     """
 
     def measure(pair: tuple[Run, Run], so_far: Profile) -> Profile:
@@ -136,12 +136,11 @@ def fill_corun(
 
 
 def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableRows:
-    """What of a profile may be used on this device with this version of jax.
+    """The part of a profile that may be used on this device with this version of jax.
 
-    Seconds of another device kind say nothing here and are left out. Those of another version of
-    jax, and those of bursts, are kept, with a warning. Before rows are added, merge an empty
-    profile with the provenance of here into the usable one: it then says where all its rows come
-    from.
+    Rows of another device kind are left out. Rows of another version of jax, and those of bursts,
+    are kept with a warning. Before rows are added, merge an empty profile with the provenance of
+    this machine into the usable one: the result then names the origin of all its rows.
     """
     provenance = profile.provenance
     if provenance.device_kind != device_kind:
@@ -161,7 +160,7 @@ def usable_rows(profile: Profile, device_kind: str, jax_version: str) -> UsableR
             profile=profile,
             warning="profile: its seconds are of bursts, at the highest clock; in a long run an "
             "H200 takes up to a fifth longer; they are not mixed with seconds that are measured "
-            "now; measure a table anew (`pbjax profile`) for those of a long run",
+            "now; measure a new table (`pbjax profile`) for seconds of a long run",
         )
     return UsableRows(profile=profile, warning=None)
 
@@ -185,7 +184,7 @@ def find_profile(
     for name in (device_slug, model_name):
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
             raise InputError(
-                f"find_profile({device_slug!r}, {model_name!r}): {name!r} is no file name; "
+                f"find_profile({device_slug!r}, {model_name!r}): {name!r} is not a file name; "
                 "letters, digits, _, - and . are allowed; pass the path itself to Profile.load"
             )
     paths = (folder / device_slug / f"{model_name}.json" for folder in folders)
@@ -193,7 +192,7 @@ def find_profile(
 
 
 def find_profiles(device_slug: str, folders: Sequence[Path] = _FOLDERS) -> tuple[Path, ...]:
-    """The files of all models' tables for a device; of two of one name the first, as above.
+    """The files of all models' tables for a device; the first folder wins where names are equal.
 
     Benchmark results lie beside them; only tables have pairs of stages.
     """

@@ -1,4 +1,4 @@
-"""A program as plain data: what prediction and search know about its stages."""
+"""A program as plain data, for prediction and search."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from pbjax.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInfo:
-    """What prediction and search know about a stage; the operations themselves stay in `stages`.
+    """A stage as plain data; its operations stay in `stages`.
 
     Attributes:
-      name: For tables and messages; equal stages of a program may differ in nothing else.
+      name: Name for tables and messages; equal stages of a program may differ in nothing else.
       fingerprint: 12 hex digits; equal for equal operations on equal shapes and dtypes, whatever
         the batch size. Stages with one fingerprint are measured once.
-      resource: What bounds the stage.
-      dtype: Of its main input.
-      shape: Of its main input, without the batch axis.
+      resource: The resource that bounds the stage.
+      dtype: Dtype of its main input.
+      shape: Shape of its main input without the batch axis.
       flops_per_row: FLOPs for one row of the batch, transcendental functions among them.
       bytes_per_row: Bytes of activations read and written for one row of the batch.
       weight_bytes: Bytes of weights read in one call, whatever the batch size.
-      contraction_flops_per_row: Of flops_per_row, those of contractions.
+      contraction_flops_per_row: FLOPs of contractions among flops_per_row.
       held_bytes_per_row: Bytes of activations in memory while the stage runs, at most, for one row
         of the batch: its own, and those of its block that wait for a later stage; inputs and
         outputs of the program do not count.
@@ -43,15 +43,15 @@ class ProgramSummary:
     """A program as plain data: prologue, num_blocks times the block's stages, epilogue.
 
     Attributes:
-      prologue: What comes before the blocks; None if nothing does.
+      prologue: The stage before the blocks; None if there is none.
       block: The stages of one block.
-      epilogue: What comes after them; None if nothing does.
+      epilogue: The stage after the blocks; None if there is none.
       num_blocks: How often the block repeats.
       weight_bytes: Bytes of all weights, each once.
-      stacked_weight_bytes: Of these, bytes of the layers' weights that a split program holds again,
+      stacked_weight_bytes: Bytes of the layers' weights that a split program holds a second time,
         stacked.
-      input_bytes_per_row: Bytes of what a call is given, for one row of the batch.
-      output_bytes_per_row: Bytes of what it returns, for one row.
+      input_bytes_per_row: Bytes of a call's inputs for one row of the batch.
+      output_bytes_per_row: Bytes of a call's outputs for one row.
       carried_bytes_per_row: Bytes that each block hands to the next, for one row: a part of what
         its first stage holds.
       waiting_bytes_per_row: Bytes that wait in memory while the blocks run, for one row: for the

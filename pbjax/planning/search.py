@@ -1,11 +1,11 @@
 """The search for the split that is predicted to be fastest.
 
-A sliding window over the sizes (b_1, b_2, b_3) with b_1 + b_2 + b_3 = B: the neighbours one window
-away are visited, the best is moved to, the window shrinks when none is better (window decay), and a
-slide ends when its last rounds gained next to nothing (gain saturation). Slides start from the best
-of the sizes where the straight pieces of the table meet: without overlap the makespan is linear
-between them, so that its minimum lies there; overlap moves it by what the window then finds. Where
-there are few sizes all are visited.
+A window slides over the sizes (b_1, b_2, b_3) with b_1 + b_2 + b_3 = B: it visits the neighbours
+one window away and moves to the best; it shrinks when none is better (window decay), and a slide
+ends when its last rounds gained next to nothing (gain saturation). Slides start from the best of
+the sizes where the table bends: without overlap the makespan is linear between them, so its minimum
+lies at one; overlap moves the minimum, and the window finds it. A space of few sizes is visited
+whole.
 """
 
 import heapq
@@ -29,22 +29,22 @@ type Policy = Literal["window", "exhaustive"]
 MAX_KINKS = 40
 MAX_SEEDS = 320
 MAX_SLIDES = 32
-# So few candidates are looked at whole; of more, a tenth at most.
+# Up to this many candidates all are looked at; of more, a tenth at most.
 SMALL_SPACE = 5000
-# So few sizes are all visited, if that is within the tenth.
+# Up to this many sizes all are visited, if the budget allows it.
 FEW_SIZES = 1000
-# Six neighbours, each bounded and predicted: no round starts with less left.
+# A round bounds and predicts up to six neighbours, and starts only with this many left.
 ROUND = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """Where a slide stood: for plots.
+    """A position of a slide, for plots.
 
     Attributes:
-      split: The sizes it stood at.
-      makespan_s: Predicted, or bounded from below where that was enough to leave the sizes.
-      window: Rows that the neighbours differ by.
+      split: The sizes.
+      makespan_s: The predicted makespan, or a lower bound where that was enough to move on.
+      window: Rows by which the neighbours differ.
     """
 
     split: Split
@@ -54,20 +54,20 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
-      best: The candidate with the shortest makespan; of equal ones the better balanced, then the
+      best: The candidate with the shortest makespan; among equal ones the better balanced, then the
         one with fewer bubbles, then the first in a fixed order.
-      runner_up: The best of the other sizes that were predicted; None if there are none.
+      runner_up: The best of the other predicted sizes; None if there are none.
       by_count: The best candidate with one, two and three sub-batches.
-      evaluations: Predictions of one split with one choice of staggers and budgets.
-      bounds: Sizes of which all staggers were bounded at once, before any prediction, counted for
+      evaluations: Number of predictions of one split with one choice of staggers and budgets.
+      bounds: Number of sizes whose staggers were bounded at once before any prediction, counted for
         each choice of budgets.
-      dropped: Candidates over the memory limit, not predicted; one may count twice.
-      seconds: What the search took.
-      trajectory: Where its slides stood, in order.
-      policy: How it searched.
+      dropped: Number of candidates over the memory limit, not predicted; one may count twice.
+      seconds: Seconds that the search took.
+      trajectory: The positions of its slides, in order.
+      policy: The policy of the search.
       digest: SHA-256 of the program, the table, the options and the decision.
     """
 
@@ -96,12 +96,12 @@ def search(
       summary: The program.
       profile: Its measured table; sub-batches smaller than its smallest sizes are no candidates.
       batch_size: Rows of the whole batch.
-      options: What may be searched; None for the defaults.
+      options: Limits and settings; None for the defaults.
       policy: "window" slides; "exhaustive" predicts every candidate.
 
     Returns:
-      The best candidate, what it was compared with, and how it was found. Equal arguments give
-      equal results but for the seconds.
+      The best candidate, the others it was compared with, and how it was found. Equal arguments
+      give equal results but for the seconds.
 
     Raises:
       InputError: The batch is not positive or was not measured, or the options do not fit.
@@ -166,9 +166,9 @@ def best_staggers(
     options = options or SearchOptions()
     if options.staggers is not None or len(split.sizes) > options.max_sub_batches:
         raise InputError(
-            f"best_staggers(sizes={split.sizes}): the options fix the staggers or allow only "
-            f"{options.max_sub_batches} sub-batches; neither is allowed here; predict fixed "
-            "staggers with pbjax.planning.throughput.evaluate"
+            f"best_staggers(sizes={split.sizes}): the options fix the staggers, or allow at most "
+            f"{options.max_sub_batches} sub-batches; free staggers and enough sub-batches are "
+            "allowed; predict fixed staggers with pbjax.planning.throughput.evaluate"
         )
     candidates = Candidates(summary, profile, split.batch_size, options)
     for size in split.sizes:
@@ -187,7 +187,7 @@ class _Window:
         self.options = candidates.options
         self.trajectory: list[Visit] = []
         space = candidates.num_candidates()
-        # Comparing equal staggers of what was found, at the end, comes on top.
+        # The comparison of equal staggers at the end comes on top.
         specs = max(len(choices) for choices in candidates.choices.values())
         ends = 4 * specs * candidates.visit_cost
         budget = space * 2 if space <= SMALL_SPACE else space // 10 - ends
@@ -248,10 +248,9 @@ class _Window:
         return moved
 
     def _seeds(self, count: int, most: int) -> list[Sizes]:
-        """Sizes where the straight pieces of the table meet.
+        """Sizes where the table bends: equal parts, the shortest without overlap, some others.
 
-        Equal parts; then the shortest without overlap; then, as overlap may favour any, an even
-        choice of the others.
+        Since overlap may favour any of the others, they are taken at even steps.
         """
         batch = self.candidates.batch_size
         chosen = combinations_with_replacement(self._kinks(), count - 1)
@@ -265,7 +264,7 @@ class _Window:
         return [*shortest, *others[::step]]
 
     def _kinks(self) -> list[int]:
-        """The sizes where the table bends or jumps most, and the equal parts."""
+        """The sizes where the table bends or jumps most, and equal parts of the batch."""
         batch, smallest = self.candidates.batch_size, self.candidates.smallest
         seconds = self.candidates.evaluator.path_seconds
         inner = [k for k in self.candidates.evaluator.kinks if smallest < k < batch]
@@ -284,7 +283,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The number of sub-batches of the best candidate, and what it was compared with."""
+    """The number of sub-batches of the best candidate, and the candidates it was compared with."""
 
     best: int
     runner_up: Candidate | None

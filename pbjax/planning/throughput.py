@@ -1,9 +1,9 @@
-"""How long a split program would take, from the measured table.
+"""Predicts the seconds of a split program from the measured table.
 
 The time of a slot is the sum of its tasks' seconds, less what each pair of them saves by running
 together, and never less than its longest task; the makespan is the sum over the slots. Nothing
-overlaps that was not measured to overlap. Under SM budgets stages of different classes that meet in
-a slot take the seconds measured at their budgets. Which split to take is not decided here.
+overlaps that was not measured to overlap. Under SM budgets, stages of different classes in one slot
+take the seconds measured at their budgets. `search` decides which split to take.
 """
 
 import math
@@ -14,16 +14,16 @@ from itertools import combinations, pairwise
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
-from pbjax.planning.corun_pairs import Pair, find_pairs, slowed, stage_budgets
+from pbjax.planning.corun_pairs import Pair, find_pairs, stage_budgets
 from pbjax.planning.profile_rows import measured_size, nearest
 from pbjax.planning.profile_table import Profile
 from pbjax.planning.program_summary import ProgramSummary
-from pbjax.planning.timetable import MAX_SUB_BATCHES, Slot, Split, timetable
+from pbjax.planning.timetable import Slot, Split, timetable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the table says about a split and its staggers.
+    """The predicted times of a split with its staggers.
 
     Attributes:
       makespan_s: Seconds from the first start to the last end.
@@ -55,29 +55,29 @@ class Evaluator:
         Args:
           summary: The program.
           profile: Its measured table.
-          sm_budgets: By class, how many SMs the kernels of a stage may fill in a slot with stages
-            of several classes. None and an empty one set none.
+          sm_budgets: SMs that the kernels of a stage may fill in a slot with stages of several
+            classes, by class; None or empty for no budgets.
 
         Raises:
           InputError: A stage of the program was never measured.
         """
         self.summary = summary
         self.sm_budgets = dict(sm_budgets or {})
-        chain = (summary.prologue, *summary.block, summary.epilogue)
-        self._curves = [None if stage is None else profile.curve(stage) for stage in chain]
-        self._classes = [None if stage is None else stage.resource for stage in chain]
+        stages = (summary.prologue, *summary.block, summary.epilogue)
+        self._curves = [None if stage is None else profile.curve(stage) for stage in stages]
+        self._classes = [None if stage is None else stage.resource for stage in stages]
         budgets = stage_budgets(summary, profile, self.sm_budgets)
         self._within = [
             curve if not budget or stage is None else profile.curve(stage, budget)
-            for stage, curve, budget in zip(chain, self._curves, budgets, strict=True)
+            for stage, curve, budget in zip(stages, self._curves, budgets, strict=True)
         ]
         self._pairs = find_pairs(summary, profile, budgets)
         self._repeats = [1, *([summary.num_blocks] * len(summary.block)), 1]
-        # One more position than the chain has stands for a sub-batch that is not in the slot.
-        self._width = len(chain) + 1
+        # The position after the last stands for a sub-batch that is not in the slot.
+        self._width = len(stages) + 1
         self._times: dict[int, tuple[float, ...]] = {}
         self._budget_times: dict[int, tuple[float, ...]] = {}
-        self._chains: dict[int, float] = {}
+        self._path_times: dict[int, float] = {}
         self._savings: dict[tuple[int, int], list[float]] = {}
         self._totals: dict[tuple[int, int], list[float]] = {}
         self._patterns: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
@@ -89,7 +89,7 @@ class Evaluator:
 
     @property
     def smallest_size(self) -> int:
-        """The smallest sub-batch that every stage's seconds are known of."""
+        """The smallest sub-batch for which the seconds of every stage are known."""
         smallest = max(curve.sizes[0] for curve in self._curves if curve)
         return smallest if smallest > measured_size(1) else 1
 
@@ -99,13 +99,13 @@ class Evaluator:
         kinks = {size for curve in (*self._curves, *self._within) if curve for size in curve.sizes}
         for _, batch_sizes in self._pairs:
             sizes = sorted({size for pair in batch_sizes for size in pair})
-            # Between two measured sizes the nearer one changes at their geometric mean.
+            # The nearest of two measured sizes changes at their geometric mean.
             means = [math.isqrt(a * b) for a, b in pairwise(sizes)]
             kinks.update(means, [mean + 1 for mean in means])
         return tuple(sorted(kinks))
 
     def covers(self, sizes: Sequence[int]) -> bool:
-        """Whether every stage was measured at these sizes under its budget."""
+        """Whether every stage was measured at these sizes within its budget."""
         low = max(curve.sizes[0] for curve in self._within if curve)
         high = min(curve.sizes[-1] for curve in self._within if curve)
         return low <= measured_size(min(sizes)) and measured_size(max(sizes)) <= high
@@ -144,10 +144,10 @@ class Evaluator:
 
     def path_seconds(self, batch_size: int) -> float:
         """Seconds of the whole program for one sub-batch alone."""
-        found = self._chains.get(batch_size)
+        found = self._path_times.get(batch_size)
         if found is None:
             found = math.sumprod(self._repeats, self._seconds(batch_size)[:-1])
-            self._chains[batch_size] = found
+            self._path_times[batch_size] = found
         return found
 
     def makespan(self, sizes: Sequence[int], staggers: tuple[int, ...]) -> float:
@@ -164,11 +164,11 @@ class Evaluator:
         return alone - self._saved_by_three(sizes, times, pattern)
 
     def slot_seconds(self, sizes: Sequence[int], slot: Slot) -> float:
-        """Seconds of one slot: what `makespan` adds up.
+        """Seconds of one slot; `makespan` is the sum of all.
 
         Args:
           sizes: Rows of each sub-batch.
-          slot: Its tasks.
+          slot: The tasks of the slot.
         """
         positions = {task.sub_batch: task.stage + 1 for task in slot}
         times = [self._seconds(sizes[j])[place] for j, place in positions.items()]
@@ -182,8 +182,8 @@ class Evaluator:
     def pair_totals(self, size_a: int, size_b: int) -> list[float]:
         """Seconds that two sub-batches save over the whole program, by their staggers' difference.
 
-        Entry d + S - 1, with S the block's stages, holds the saving when the first runs d stages
-        ahead of the second: the program's slots then pair the same tasks whatever the staggers are.
+        Entry d + S - 1, with S stages in a block, holds the saving when the first runs d stages
+        ahead of the second: the difference alone decides which tasks share a slot.
         """
         found = self._totals.get((size_a, size_b))
         if found is None:
@@ -212,7 +212,7 @@ class Evaluator:
         return found
 
     def _seconds_within(self, batch_size: int) -> tuple[float, ...]:
-        """As `_seconds`, of each stage under its budget."""
+        """Seconds of each stage within its budget, as `_seconds`."""
         if not self.sm_budgets:
             return self._seconds(batch_size)
         found = self._budget_times.get(batch_size)
@@ -249,7 +249,11 @@ class Evaluator:
     def _saved(self, size_a: int, size_b: int) -> list[float]:
         """Seconds saved by each pair of positions, at first * width + second.
 
-        As Profile.pair_saving; written out, since the search lives here.
+        Two stages together take max(t'_a s_a, t'_b s_b, t_a, t_b), with the seconds t alone, t'
+        alone within the budgets, and the slowdowns s of the row whose batch sizes are nearest in
+        ratio. Without budgets a pair that is slower together saves nothing: it need not run
+        together. Within budgets it must, and where no row was measured it takes t'_a + t'_b. The
+        loop is written out, since the search spends its time here.
         """
         found = self._savings.get((size_a, size_b))
         if found is None:
@@ -273,7 +277,7 @@ class Evaluator:
     def _save_within(
         self, found: list[float], pairs: Sequence[Pair], row: int | None, size_a: int, size_b: int
     ) -> None:
-        """Notes what pairs save or lose that run within budgets, measured together or not."""
+        """Writes the seconds that pairs within budgets save or lose, measured together or not."""
         alone_a, alone_b = self._seconds(size_a), self._seconds(size_b)
         within_a, within_b = self._seconds_within(size_a), self._seconds_within(size_b)
         for pair in pairs:
@@ -284,7 +288,7 @@ class Evaluator:
             else:
                 slow_a, slow_b = pair.slowdowns[row]
                 together = max(slower_a * slow_a, slower_b * slow_b)
-            # No slot is shorter than its longest stage with all SMs.
+            # No slot is shorter than its longest stage alone on all SMs.
             found[pair.place] = time_a + time_b - max(together, time_a, time_b)
 
     def _saved_by_three(
@@ -327,43 +331,3 @@ def evaluate(
 ) -> Prediction:
     """Predicts one split of a program; for many, keep an `Evaluator`."""
     return Evaluator(summary, profile, sm_budgets).evaluate(split, staggers)
-
-
-def lower_bound(summary: ProgramSummary, profile: Profile, batch_size: int) -> float:
-    """Seconds that no split of the batch, with any staggers, is predicted to beat.
-
-    Let c(b) be the seconds of the whole program for b rows alone, m the least c(b) / b over the
-    sizes up to B, and w the largest share of their seconds that two stages save together. A slot of
-    k tasks takes at least 1 / k of their summed seconds, since no slot is shorter than its longest
-    task, and at least 1 - (k - 1) w of them, since each task is in k - 1 pairs. The summed seconds
-    of all tasks are at least m B, and no more than three sub-batches run. Hence
-
-      makespan >= m B max(1 / 3, 1 - 2 w).
-
-    Args:
-      summary: The program.
-      profile: Its measured table.
-      batch_size: Rows of the whole batch.
-
-    Returns:
-      The bound in seconds.
-    """
-    evaluator = Evaluator(summary, profile)
-    smallest = evaluator.smallest_size
-    # On a line between measured sizes c(b) / b is monotone, so its least value is at an end.
-    ends = sorted({smallest, measured_size(smallest), batch_size, *evaluator.kinks})
-    rates = [evaluator.path_seconds(b) / b for b in ends if smallest <= b <= batch_size]
-    largest = _largest_saving(profile)
-    kept = max(1 / MAX_SUB_BATCHES, 1 - (MAX_SUB_BATCHES - 1) * largest)
-    return min(rates) * batch_size * kept
-
-
-def _largest_saving(profile: Profile) -> float:
-    # max(x s, (1 - x) t) is least where both are equal, and is then s t / (s + t).
-    largest = 0.0
-    for row in profile.corun:
-        if any(row.sm_budgets):
-            return 0.5  # its seconds alone were measured on fewer SMs: its slowdowns say no more
-        s, t = slowed(row)
-        largest = max(largest, 1 - s * t / (s + t))
-    return largest

@@ -1,6 +1,6 @@
 """Which stage of which sub-batch runs in which slot.
 
-Sub-batch j runs o_j stages ahead (its stagger). Of a block with S stages, step i of the steady
+Sub-batch j runs o_j stages ahead (its stagger). With S stages in a block, step i of the steady
 state runs, in slot s and for sub-batch j,
 
   stage (o_j + s) mod S of block i + (o_j + s) div S,
@@ -28,7 +28,7 @@ class Split:
     sizes: tuple[int, ...]
 
     def __post_init__(self):
-        """Refuses what is not one to three positive sizes."""
+        """Refuses anything but one to three positive sizes."""
         whole_numbers("Split(sizes)", self.sizes)
         if not 1 <= len(self.sizes) <= MAX_SUB_BATCHES or min(self.sizes) < 1:
             raise InputError(
@@ -68,8 +68,8 @@ class Timetable:
       num_stages: Stages of the block; also the stage number of the epilogue.
       num_blocks: How often the block repeats.
       staggers: How many stages each sub-batch runs ahead.
-      has_prologue: Whether the program has one.
-      has_epilogue: Whether the program has one.
+      has_prologue: Whether the program has a prologue.
+      has_epilogue: Whether the program has an epilogue.
       fill: Slots before the first step; blocks are absolute (0).
       steady: Slots of one step; blocks are relative to the step's number.
       drain: Slots after the last step; blocks are absolute (num_blocks - 1).
@@ -107,7 +107,7 @@ def timetable(summary: ProgramSummary, staggers: tuple[int, ...]) -> Timetable:
       A timetable in which every sub-batch runs every stage of every block once and in order.
 
     Raises:
-      InputError: There are no or too many staggers, or one of them is a block or more.
+      InputError: There are no staggers or too many, or one of them is a block or more.
     """
     num_stages = len(summary.block)
     check_staggers(num_stages, staggers)
@@ -130,7 +130,7 @@ def check_staggers(num_stages: int, staggers: tuple[int, ...]) -> None:
     raise InputError(
         f"timetable(staggers={staggers}): a block of {num_stages} stages has no such timetable; "
         f"one to {MAX_SUB_BATCHES} staggers from 0 to {num_stages - 1} are allowed; "
-        "give each sub-batch one"
+        "give one for each sub-batch"
     )
 
 

@@ -135,5 +135,5 @@ def test_profile_is_found_in_the_first_folder_that_has_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["../secret", "a/b", "", ".hidden"])
 def test_profile_name_is_no_path(name):
-    with pytest.raises(InputError, match=r"is no file name"):
+    with pytest.raises(InputError, match=r"is not a file name"):
         find_profile("cpu", name)

@@ -1,4 +1,4 @@
-"""The measured table: look-up, what pairs save, what is refused, merging."""
+"""The measured table: look-up, refusals, merging."""
 
 import pytest
 from hypothesis import given
@@ -57,52 +57,21 @@ def test_no_rows_at_all_are_refused(batch_size):
         TABLE.seconds(A, batch_size)
 
 
-def test_pair_saves_what_its_slowdowns_leave():
-    # together max(4 * 1.25, 2 * 1.5) = 5 of 4 + 2 seconds
-    assert TABLE.pair_saving((A, 8), (B, 8)) == pytest.approx(1 / 6)
+def test_budgets_of_a_stage_are_those_of_its_rows():
+    table = profile(row(A, 2), row(A, 8), row(A, 2, sm_budget=92), row(B, 2))
+    assert table.budgets(A) == (0, 92)
+    assert table.budgets(B) == (0,)
+    assert table.budgets(C) == ()
 
 
-def test_pair_saving_does_not_depend_on_the_order_of_the_two():
-    assert TABLE.pair_saving((A, 8), (B, 5)) == TABLE.pair_saving((B, 5), (A, 8))
-
-
-def test_pair_without_a_row_saves_nothing():
-    assert TABLE.pair_saving((A, 8), (A, 8)) == 0.0
-
-
-def test_pair_that_is_slower_together_saves_nothing():
-    table = profile(row(A, 2), row(B, 2), corun=[corun((A, B), (2, 2), (2.5, 2.5))])
-    assert table.pair_saving((A, 2), (B, 2)) == 0.0
-
-
-def test_pair_within_budgets_may_lose_but_is_no_shorter_than_its_longest_stage():
-    rows = [row(s, b, b * 0.1) for s in (A, B) for b in (2, 8)]
-    rows += [row(A, b, b * 0.15, sm_budget=92) for b in (2, 8)]
-    table = profile(*rows, corun=[corun((A, B), (8, 8), (1.5, 1.0), (92, 0))])
-    assert table.pair_saving((A, 8), (B, 8), (92, 0)) == pytest.approx(1 - 1.8 / 1.6)
-    assert table.pair_saving((A, 8), (B, 8)) == 0.0
-    alone = profile(*rows)
-    assert alone.pair_saving((A, 8), (B, 8), (92, 0)) == pytest.approx(1 - 2.0 / 1.6)
-    assert alone.budgets(A) == (0, 92)
-    assert alone.budgets(B) == (0,)
-
-
-def test_pair_saving_comes_from_the_nearest_row():
-    near, far = corun((A, B), (8, 8), (1.5, 1.5)), corun((A, B), (2, 2), (1.0, 1.0))
-    table = profile(row(A, 2), row(A, 8), row(B, 2), row(B, 8), corun=[far, near])
-    assert table.pair_saving((A, 6), (B, 6)) == pytest.approx(0.25)
-    assert table.pair_saving((A, 3), (B, 3)) == pytest.approx(0.5)
-
-
-def test_company_makes_no_stage_faster():
-    table = profile(row(A, 2), row(B, 2), corun=[corun((A, B), (2, 2), (0.5, 0.5))])
-    assert table.pair_saving((A, 2), (B, 2)) == 0.5
+def test_pair_is_found_in_either_order_with_its_sides_turned():
+    (found,) = profile(corun=[corun((A, B), (2, 8), (1.1, 1.2), (40, 92))]).corun_rows(B, A)
+    assert found == corun((B, A), (8, 2), (1.2, 1.1), (92, 40))
 
 
 def test_stage_beside_itself_is_slowed_equally_on_both_sides():
-    rows = (row(A, 2, 1.0), row(A, 8, 1.5))
-    table = profile(*rows, corun=[corun((A, A), (4, 4), (1.0, 1.4))])
-    assert table.pair_saving((A, 2), (A, 8)) == table.pair_saving((A, 8), (A, 2))
+    (found,) = profile(corun=[corun((A, A), (4, 4), (1.0, 1.4))]).corun_rows(A, A)
+    assert found.slowdowns == pytest.approx((1.2, 1.2))
 
 
 # Rows

@@ -51,57 +51,57 @@ def test_rows_completed_here_carry_the_provenance_of_here():
     assert usable_rows(TABLE, "NVIDIA H200", "0.11.2").profile.merge(gpu) == gpu
 
 
-OUTLINE = ProgramSummary(prologue=C, block=(A, B, A), epilogue=None, num_blocks=12)
+SUMMARY = ProgramSummary(prologue=C, block=(A, B, A), epilogue=None, num_blocks=12)
 
 
 def test_each_different_stage_is_measured_once_for_each_size():
     """users.md T6: more blocks measure no more rows."""
     few, many = FakeTimer(), FakeTimer()
-    fill(profile(), runs(replace(OUTLINE, num_blocks=2), (2, 8)), few)
-    fill(profile(), runs(replace(OUTLINE, num_blocks=24), (2, 8)), many)
+    fill(profile(), runs(replace(SUMMARY, num_blocks=2), (2, 8)), few)
+    fill(profile(), runs(replace(SUMMARY, num_blocks=24), (2, 8)), many)
     assert few.calls == many.calls
     assert few.calls == [(s, b) for s in ("c", "a", "b") for b in (2, 8)]
 
 
 def test_only_missing_rows_are_measured():
     timer = FakeTimer()
-    filled = fill(TABLE, runs(OUTLINE, (2, 4)), timer)
+    filled = fill(TABLE, runs(SUMMARY, (2, 4)), timer)
     assert timer.calls == [("c", 2), ("c", 4), ("a", 4), ("b", 4)]
     assert filled.seconds(A, 8) == 4.0
 
 
 def test_second_fill_measures_nothing():
     timer = FakeTimer()
-    filled = fill(profile(), runs(OUTLINE, (2, 4)), timer)
+    filled = fill(profile(), runs(SUMMARY, (2, 4)), timer)
     timer.calls.clear()
-    assert fill(filled, runs(OUTLINE, (4, 2, 1)), timer) == filled
+    assert fill(filled, runs(SUMMARY, (4, 2, 1)), timer) == filled
     assert timer.calls == []
 
 
 def test_size_of_one_is_measured_as_two_and_once():
     timer = FakeTimer()
-    fill(profile(), runs(OUTLINE, (1, 2)), timer)
+    fill(profile(), runs(SUMMARY, (1, 2)), timer)
     assert timer.calls == [("c", 2), ("a", 2), ("b", 2)]
 
 
 def test_measured_seconds_have_four_digits():
-    filled = fill(profile(), runs(OUTLINE, (8,)), FakeTimer())
+    filled = fill(profile(), runs(SUMMARY, (8,)), FakeTimer())
     assert filled.seconds(A, 8) == 9.876e-3
 
 
 def test_interrupt_keeps_finished_rows():
     kept = []
     with pytest.raises(KeyboardInterrupt):
-        fill(profile(), runs(OUTLINE, (2, 8)), FakeTimer(limit=3), on_row=kept.append)
+        fill(profile(), runs(SUMMARY, (2, 8)), FakeTimer(limit=3), on_row=kept.append)
     timer = FakeTimer()
-    fill(kept[-1], runs(OUTLINE, (2, 8)), timer)
+    fill(kept[-1], runs(SUMMARY, (2, 8)), timer)
     assert len(kept[-1].rows) == 3
     assert timer.calls == [("a", 8), ("b", 2), ("b", 8)]
 
 
 def test_progress_counts_up_to_the_number_of_missing_rows():
     seen = []
-    wanted = [*runs(OUTLINE, (2, 4)), run(A, 4, 92)]
+    wanted = [*runs(SUMMARY, (2, 4)), run(A, 4, 92)]
     fill(TABLE, wanted, FakeTimer(), progress=lambda *args: seen.append(args))
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4, 5]
     assert seen[0] == (0, 5, "c at batch size 2")
@@ -109,7 +109,7 @@ def test_progress_counts_up_to_the_number_of_missing_rows():
 
 
 def test_sm_budget_of_a_run_is_written_to_its_row():
-    filled = fill(TABLE, runs(OUTLINE, (2,), 48), FakeTimer())
+    filled = fill(TABLE, runs(SUMMARY, (2,), 48), FakeTimer())
     assert filled.seconds(A, 2, sm_budget=48) == 2.469e-3
     assert filled.seconds(A, 2) == 1.0
 
@@ -118,7 +118,7 @@ def test_timer_that_finds_nonsense_is_refused():
     with pytest.raises(InputError, match=r"median_s is nan"):
         fill(
             profile(),
-            runs(OUTLINE, (2,)),
+            runs(SUMMARY, (2,)),
             lambda _: Timing(median_s=float("nan"), spread_s=0.0, samples=0),
         )
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pbjax.errors import InputError
 from pbjax.planning.profiling import Profile
 from pbjax.planning.search import SearchOptions, search
-from pbjax.planning.throughput import evaluate, lower_bound
+from pbjax.planning.throughput import evaluate
 from pbjax.planning.timetable import Split
 from tests.search_tables import ONE, PROVENANCE, TWO, program, random_table, table, with_budgets
+from tests.throughput_truth import lower_bound
 
 # Quality
 
@@ -220,7 +221,7 @@ def test_digest_changes_with_program_table_and_options():
 IN_A_NEW_PROCESS = """
 import sys
 from pbjax.device import ResourceClass
-from pbjax.planning.profiling import Outline, Profile, StageInfo
+from pbjax.planning.profiling import Profile, ProgramSummary, StageInfo
 from pbjax.planning.search import search
 profile = Profile.load(sys.argv[1])
 rows = {row.stage: row for row in profile.rows}
@@ -231,8 +232,8 @@ stages = [
     )
     for name in ("s0", "s1", "s2")
 ]
-outline = Outline(prologue=None, block=tuple(stages), epilogue=None, num_blocks=12)
-result = search(outline, profile, 160)
+summary = ProgramSummary(prologue=None, block=tuple(stages), epilogue=None, num_blocks=12)
+result = search(summary, profile, 160)
 print(result.digest, result.best.split.sizes, result.best.staggers, result.evaluations)
 print("jax" in sys.modules, "flax" in sys.modules)
 """

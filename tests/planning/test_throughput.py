@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
 from pbjax.planning.profiling import Profile, ProgramSummary
-from pbjax.planning.throughput import Evaluator, evaluate, lower_bound
+from pbjax.planning.throughput import Evaluator, evaluate
 from pbjax.planning.timetable import Split, timetable
 from tests.search_tables import PROVENANCE, corun, row, stage
+from tests.throughput_truth import lower_bound, pair_saving
 
 SIZES = (2, 3, 8, 20, 60)
 # Sums of subnormal numbers are not good to nine digits.
@@ -73,12 +74,12 @@ def simulated(summary, profile, sizes, staggers, budget_of=lambda profile, stage
     def saving(first, second):
         apart = first[0].resource != second[0].resource
         budgets = [budget_of(profile, stage) if apart else 0 for stage, _ in (first, second)]
-        return profile.pair_saving(first, second, tuple(budgets))
+        return pair_saving(profile, first, second, tuple(budgets))
 
-    chain = (summary.prologue, *summary.block, summary.epilogue)
+    stages = (summary.prologue, *summary.block, summary.epilogue)
     total = 0.0
     for slot in timetable(summary, staggers).slots():
-        tasks = [(chain[task.stage + 1], sizes[task.sub_batch]) for task in slot]
+        tasks = [(stages[task.stage + 1], sizes[task.sub_batch]) for task in slot]
         times = [profile.seconds(stage, size) for stage, size in tasks]
         saved = sum(
             (times[i] + times[j]) * saving(tasks[i], tasks[j])
@@ -247,14 +248,14 @@ def test_evaluator_that_is_kept_predicts_what_a_fresh_one_does(case):
 
 
 A, B = stage("a", ResourceClass.TENSOR), stage("b", ResourceClass.MEMORY)
-OUTLINE = ProgramSummary(prologue=None, block=(A, B), epilogue=None, num_blocks=3)
+SUMMARY = ProgramSummary(prologue=None, block=(A, B), epilogue=None, num_blocks=3)
 ROWS = (row(A, 2, 1.0), row(A, 8, 4.0), row(B, 2, 1.0), row(B, 8, 4.0))
 
 
 def test_two_staggered_sub_batches_by_hand():
     pair = corun(A, B, (4, 4), (1.25, 1.25))
     profile = Profile(provenance=PROVENANCE, rows=ROWS, corun=(pair,))
-    prediction = evaluate(OUTLINE, profile, Split(sizes=(4, 4)), (0, 1))
+    prediction = evaluate(SUMMARY, profile, Split(sizes=(4, 4)), (0, 1))
     # Alone each runs 6 stages of 2 s; in 5 slots both run, in 2.5 s instead of 4.
     assert prediction.makespan_s == pytest.approx(24 - 5 * 1.5)
     assert prediction.items_per_s == pytest.approx(8 / 16.5)
@@ -268,7 +269,7 @@ def test_two_staggered_sub_batches_by_hand():
 
 def test_nothing_overlaps_that_was_not_measured_to():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
-    prediction = evaluate(OUTLINE, profile, Split(sizes=(4, 4)), (0, 1))
+    prediction = evaluate(SUMMARY, profile, Split(sizes=(4, 4)), (0, 1))
     assert prediction.makespan_s == pytest.approx(24)
 
 
@@ -282,10 +283,10 @@ def test_two_stages_within_budgets_by_hand():
     pair = corun(gemm, norm, (8, 8), (1.05, 1.1), (92, 40))
     profile = Profile(provenance=PROVENANCE, rows=(*alone, *within), corun=(pair,))
     budgets = {"TENSOR": 92, "MEMORY": 40}
-    for staggers, offsets in (((0, 0), 0), ((0, 1), 1)):
+    for staggers, num_shared in (((0, 0), 0), ((0, 1), 1)):
         found = evaluate(summary, profile, Split(sizes=(8, 8)), staggers, sm_budgets=budgets)
-        # Where they meet, 8 + 4 s become 8 x 1.2 x 1.05 s.
-        assert found.makespan_s == pytest.approx(24 - offsets * (12 - 10.08))
+        # In a shared slot 8 + 4 s become 8 x 1.2 x 1.05 s.
+        assert found.makespan_s == pytest.approx(24 - num_shared * (12 - 10.08))
     whole = evaluate(summary, profile, Split(sizes=(16,)), (0,), sm_budgets=budgets)
     assert whole.makespan_s == pytest.approx(24)
 
@@ -304,7 +305,7 @@ def test_pair_that_was_not_measured_is_slower_within_budgets():
 
 def test_sub_batch_of_one_row_costs_what_two_rows_cost():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
-    one = evaluate(OUTLINE, profile, Split(sizes=(7, 1)), (0, 0))
+    one = evaluate(SUMMARY, profile, Split(sizes=(7, 1)), (0, 0))
     assert one.sub_batch_s[1] == 6.0
 
 
@@ -312,7 +313,7 @@ def test_table_of_zeros_is_predicted_without_dividing_by_them():
     rows = tuple(row(each, size, 0.0) for each in (A, B) for size in (2, 8))
     pair = corun(A, B, (4, 4), (1.0, 1.0))
     profile = Profile(provenance=PROVENANCE, rows=rows, corun=(pair,))
-    prediction = evaluate(OUTLINE, profile, Split(sizes=(4, 4)), (0, 1))
+    prediction = evaluate(SUMMARY, profile, Split(sizes=(4, 4)), (0, 1))
     assert prediction.makespan_s == 0
     assert prediction.items_per_s == float("inf")
     assert (prediction.balance, prediction.bubble_fraction) == (1.0, 0.0)
@@ -320,32 +321,32 @@ def test_table_of_zeros_is_predicted_without_dividing_by_them():
 
 def test_unbalanced_split_says_so():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
-    assert evaluate(OUTLINE, profile, Split(sizes=(6, 2)), (0, 0)).balance == pytest.approx(1 / 3)
+    assert evaluate(SUMMARY, profile, Split(sizes=(6, 2)), (0, 0)).balance == pytest.approx(1 / 3)
 
 
 def test_missing_stage_is_refused_before_anything_is_predicted():
     with pytest.raises(InputError, match=r"stage='b'"):
-        Evaluator(OUTLINE, Profile(provenance=PROVENANCE, rows=ROWS[:2]))
+        Evaluator(SUMMARY, Profile(provenance=PROVENANCE, rows=ROWS[:2]))
 
 
 def test_size_that_was_not_measured_is_refused():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
     with pytest.raises(InputError, match=r"batch_size=9.*from 2 to 8"):
-        evaluate(OUTLINE, profile, Split(sizes=(9,)), (0,))
+        evaluate(SUMMARY, profile, Split(sizes=(9,)), (0,))
 
 
 def test_number_of_staggers_must_be_that_of_sub_batches():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
     with pytest.raises(InputError, match=r"1 staggers for 2 sub-batches"):
-        evaluate(OUTLINE, profile, Split(sizes=(4, 4)), (0,))
+        evaluate(SUMMARY, profile, Split(sizes=(4, 4)), (0,))
 
 
 def test_stagger_of_a_whole_block_is_refused():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
     with pytest.raises(InputError, match=r"staggers from 0 to 1"):
-        evaluate(OUTLINE, profile, Split(sizes=(4,)), (2,))
+        evaluate(SUMMARY, profile, Split(sizes=(4,)), (2,))
 
 
 def test_lower_bound_is_reached_where_nothing_overlaps_and_rows_cost_the_same():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
-    assert lower_bound(OUTLINE, profile, 8) == pytest.approx(24)
+    assert lower_bound(SUMMARY, profile, 8) == pytest.approx(24)

@@ -45,7 +45,7 @@ def build(program):
     return summary, staggers
 
 
-def chain(summary):
+def path(summary):
     """What one sub-batch has to run, in order."""
     stages = range(len(summary.block))
     prologue = [(0, PROLOGUE)] if summary.prologue else []
@@ -60,7 +60,7 @@ def test_every_sub_batch_runs_its_whole_chain_in_order(program):
     slots = list(timetable(summary, staggers).slots())
     for j in range(len(staggers)):
         ran = [(task.block, task.stage) for slot in slots for task in slot if task.sub_batch == j]
-        assert ran == chain(summary)
+        assert ran == path(summary)
 
 
 @given(programs())
@@ -137,7 +137,7 @@ def test_split_adds_up_to_the_batch():
     assert Split(sizes=(48, 32, 16)).batch_size == 96
 
 
-def test_outline_without_stages_is_refused():
+def test_program_without_stages_is_refused():
     with pytest.raises(InputError, match=r"0 stages"):
         ProgramSummary(prologue=None, block=(), epilogue=None, num_blocks=1)
 
