@@ -1,13 +1,11 @@
 """Closed forms: arithmetic intensity of a decoder's parts, critical batch, KV cache.
 
 Letters: b rows of the batch, s tokens of each, h width, e bytes of a number; G query heads share a
-key-value head. All count what must move: each operand read once, each result written once, scores
-that stay on chip. What a traced model counts is in `roofline`; the tests hold the two together.
+key-value head. Each operand is read once, each result written once, and scores stay on chip. The
+tests compare these forms with the counts of traced models.
 """
 
 import math
-
-from pbjax.errors import MemoryBudgetError
 
 type Number = int | float
 
@@ -113,7 +111,7 @@ def decode_attention_intensity(num_keys: int, group: int = 1, itemsize: Number =
 
 
 def critical_rows(ridge: Number, inputs: int, outputs: int, itemsize: Number = HALF) -> float:
-    """Rows at which a dense layer meets the ridge point R: `dense_intensity` solved for r.
+    """Rows at which a dense layer reaches the ridge point R: `dense_intensity` solved for r.
 
         2 r k n = R e (r k + k n + r n)   =>   r = R e k n / (2 k n - R e (k + n))
 
@@ -146,24 +144,3 @@ def kv_cache_bytes(
       itemsize: e.
     """
     return 2.0 * num_layers * num_kv_heads * head_dim * num_tokens * itemsize
-
-
-def largest_batch(memory_bytes: Number, fixed_bytes: Number, row_bytes: Number) -> int:
-    """The most rows that fit: what is left of the memory, over what a row needs.
-
-    Args:
-      memory_bytes: Of the device.
-      fixed_bytes: Needed whatever the batch: the weights.
-      row_bytes: Needed for each row: its cache, inputs and temporaries.
-
-    Raises:
-      MemoryBudgetError: Not even one row fits.
-    """
-    rows = math.floor((memory_bytes - fixed_bytes) / row_bytes) if row_bytes > 0 else 0
-    if rows < 1:
-        raise MemoryBudgetError(
-            f"largest_batch: {fixed_bytes / 1e9:,.1f} GB whatever the batch and "
-            f"{row_bytes / 1e9:,.3f} GB a row; the device has {memory_bytes / 1e9:,.1f} GB; "
-            "shorten the sequences, use fewer bits, or choose a larger device"
-        )
-    return rows

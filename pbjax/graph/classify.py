@@ -1,8 +1,8 @@
-"""The resource class of each operation: what it keeps busy on a device, from its cost alone.
+"""The resource class of each operation, from its cost alone, by the roofline.
 
-By the roofline: the longer of computing and moving bytes is what an operation takes, and names its
-class. Operations are taken one by one, unfused, so a chain that XLA fuses is charged for values
-that stay in registers. Nothing is measured here.
+An operation takes the longer of the seconds of its arithmetic and of its bytes, and that one names
+its class. Operations are taken one by one: where XLA fuses several, values that stay in registers
+are charged too. Nothing is measured here.
 """
 
 import math
@@ -20,8 +20,8 @@ from pbjax.graph.trace import Graph, Operation, body_graph
 # warpgroup multiplies 64 rows at a time, and the sides can be swapped.
 MIN_ROWS = 64
 
-# Of the peak that counts a fused multiply-add as two: an addition takes the slot of one, and the
-# special function units give one result where the others do eight multiply-adds.
+# FLOPs of the peak, which counts a fused multiply-add as two, that one operation takes: an addition
+# takes the slot of a multiply-add, a special function that of eight.
 FLOPS_PER_OPERATION = 2
 FLOPS_PER_TRANSCENDENTAL = 16
 
@@ -42,14 +42,14 @@ _CONTRACTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What one operation costs on a device.
+    """The cost of one operation on a device.
 
     Attributes:
-      resource: What it keeps busy.
+      resource: The resource that bounds it.
       cost: Its FLOPs and bytes.
-      seconds: Its roofline time: no device does it in less.
-      unit: What computes it, TENSOR or CUDA, whether or not that bounds it.
-      compute_s: What that alone takes.
+      seconds: Its roofline time, a lower bound.
+      unit: The unit that computes it, TENSOR or CUDA, whether or not that bounds it.
+      compute_s: Seconds of its arithmetic alone.
     """
 
     resource: ResourceClass
@@ -65,9 +65,9 @@ class ClassShare:
 
     Attributes:
       resource: The class.
-      operations: How many there are.
-      flops: Their FLOPs, transcendental functions among them.
-      bytes: Bytes they move.
+      operations: How many operations there are.
+      flops: FLOPs of the operations, transcendental functions among them.
+      bytes: Bytes that they move.
       seconds: Sum of their roofline times.
     """
 
@@ -81,15 +81,14 @@ class ClassShare:
 def classify(graph: Graph, device: Device) -> tuple[Label, ...]:
     """Labels every operation of a graph.
 
-    A contraction is TENSOR if its arithmetic intensity lies above the device's ridge point and one
-    of its free sides has MIN_ROWS or more; below the ridge point its bytes bound it. Any other
-    operation is MEMORY if moving its bytes takes as long as its arithmetic or longer, else CUDA. A
-    loop or branch has the class that most of its time belongs to. An operation of unknown cost is
-    labelled by its bytes: MEMORY.
+    A contraction with MIN_ROWS or more in one of its free sides is TENSOR if its arithmetic
+    intensity lies above the device's ridge point, else MEMORY. Any other operation is MEMORY if
+    moving its bytes takes as long as its arithmetic or longer, else CUDA. A loop or branch has the
+    class of most of its time. An operation of unknown cost is MEMORY.
 
     Args:
       graph: Any graph.
-      device: Whose peak rates decide.
+      device: The device whose peak rates decide.
 
     Returns:
       One label for each operation.
@@ -164,7 +163,7 @@ def _contracts(body: ClosedJaxpr) -> bool:
 
 
 def _free_rows(operation: Operation) -> int:
-    """The longer side of the result's matrix; what a whole kernel does inside is not asked."""
+    """The longer side of the result's matrix; MIN_ROWS for a whole kernel."""
     params: Mapping = operation.params
     sides = [_shape(atom) for atom in operation.equation.invars[:2]]
     out = _shape(operation.equation.outvars[0])

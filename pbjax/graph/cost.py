@@ -2,9 +2,9 @@
 
 FLOPs are counted as XLA counts them, so that whole programs agree with its cost analysis: two for
 each multiply-add, one for each element of an elementwise operation whatever its dtype, and none for
-the transcendental functions, which have a count of their own. Bytes are each input read once and
-each output written once; for look-ups and slices only what is touched. How fast a device does it is
-decided in `classify`.
+the transcendental functions, which have a count of their own. Each input is read once and each
+output written once; look-ups and slices count only the bytes they touch. `classify` decides how
+long a device takes.
 """
 
 import math
@@ -20,15 +20,15 @@ from pbjax.graph.kernel_costs import flops_instead, share_of_pairs, unread_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What an operation computes and moves.
+    """The work and the bytes of an operation.
 
     Attributes:
       flops: Arithmetic operations, without transcendental functions.
       bytes: Bytes read and written.
       transcendentals: Evaluations of exp, log, tanh, sqrt and the like.
-      exact: False where a trip count or a branch is not known before the run: loops without a known
-        length count once, branches as their costliest.
-      known: False if a primitive is none that is counted here; its FLOPs are then missing.
+      exact: False where a trip count or a branch is not known before the run: a loop without a
+        known length counts once, a branch as its costliest.
+      known: False if the primitive is not counted here; its FLOPs are then missing.
     """
 
     flops: float = 0.0
@@ -39,7 +39,7 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs, transcendental functions among them, per byte."""
+        """Arithmetic intensity: FLOPs and transcendental functions per byte."""
         work = self.flops + self.transcendentals
         return work / self.bytes if self.bytes else (math.inf if work else 0.0)
 
@@ -54,7 +54,7 @@ class Cost:
         )
 
     def times(self, count: int) -> "Cost":
-        """The cost of doing it count times."""
+        """The cost of doing it `count` times."""
         return Cost(
             flops=count * self.flops,
             bytes=count * self.bytes,
@@ -117,7 +117,7 @@ def _all_bytes(equation: JaxprEqn) -> int | float:
     return sum(map(_nbytes, equation.invars)) + sum(map(_nbytes, equation.outvars))
 
 
-# What is read or written of an operand that is only looked into.
+# Bytes read or written of operands that are read or written in part.
 
 
 def _gather_bytes(equation: JaxprEqn) -> int | float:
@@ -149,7 +149,7 @@ _TOUCHED: Mapping[str, Callable[[JaxprEqn], int | float]] = {
 }
 
 
-# FLOPs of everything that is not one for each element.
+# FLOPs of primitives that do not count one for each element.
 
 
 def _dot_flops(equation: JaxprEqn) -> int | float:
@@ -163,7 +163,7 @@ def _ragged_dot_flops(equation: JaxprEqn) -> int | float:
 
 
 def _conv_flops(equation: JaxprEqn) -> int | float:
-    """Two for each product of an input entry that exists; those with padding are not counted."""
+    """Two for each product with an input entry; products with padding are not counted."""
     params = equation.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = (_shape(var) for var in (*equation.invars, equation.outvars[0]))
@@ -186,7 +186,7 @@ def _conv_flops(equation: JaxprEqn) -> int | float:
 def _valid_taps(
     *, size: int, window: int, num_out: int, stride: int, low: int, spread: int, dilation: int
 ) -> int:
-    """How often a window along one axis meets an entry that is there."""
+    """How many taps of a window along one axis fall on an entry instead of padding."""
     count = 0
     for tap in range(window):
         first = tap * dilation - low
@@ -276,7 +276,7 @@ _FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
 }
 
 # FLOPs and transcendental functions for each element: XLA has a few of these functions itself and
-# writes the others out, logistic(x) as 1 / (1 + exp(-x)) and erfc(x) as polynomials.
+# expands the others, logistic(x) to 1 / (1 + exp(-x)) and erfc(x) to polynomials.
 _TRANSCENDENTAL: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(
         ("atan", "atan2", "cbrt", "cos", "erf", "exp", "expm1", "log", "log1p", "pow", "rsqrt"),
@@ -324,7 +324,7 @@ _ELEMENTWISE, VIEWS, _MOVES = (
     frozenset(names.split()) for names in (_ELEMENTWISE_NAMES, _VIEW_NAMES, _MOVE_NAMES)
 )
 
-# Primitives that only call, and the parameter that holds what they call.
+# Primitives that only call, and the parameter that holds the called body.
 CALLS: Mapping[str, str] = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -359,7 +359,7 @@ def _cond_cost(equation: JaxprEqn) -> Cost:
 
 
 def _pallas_cost(equation: JaxprEqn) -> Cost:
-    """What the kernel's author declared; without a declaration the kernel is unknown."""
+    """The cost that the kernel's author declared; without a declaration it is unknown."""
     estimate = equation.params.get("cost_estimate")
     if estimate is None:
         return Cost(bytes=float(_all_bytes(equation)), known=False)
@@ -371,7 +371,7 @@ def _pallas_cost(equation: JaxprEqn) -> Cost:
 
 
 def _kernel_cost(equation: JaxprEqn) -> Cost:
-    """The arithmetic of what a kernel means, as the kernel does it; only operands and results."""
+    """The arithmetic of a kernel, and the bytes of its operands and results alone."""
     params = equation.params
     name, operands = params["name"], [atom.aval for atom in equation.invars]
     given = arguments_of(params, operands)

@@ -1,4 +1,4 @@
-"""Facts about lists of operations: when two are equal, and what is alive between them."""
+"""Facts about lists of operations: when two are equal, and how many bytes live between them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from pbjax.graph.trace import Atom, Aval, Operation
 
 
 def signature(operation: Operation, avals: Sequence[Aval]) -> tuple[object, ...]:
-    """What makes two operations equal: primitive, parameters, shapes, dtypes and literals.
+    """Everything that makes two operations equal: primitive, parameters, shapes, dtypes, literals.
 
-    A kernel of ours is known by its name and the arguments that it was given. How it computes them,
-    here and on a GPU, is no part of it: a table outlives a kernel that got another option.
+    A kernel of ours is known by its name and its arguments. How it computes is left out, so that a
+    measured table stays valid when a kernel gets another option.
     """
     operands = tuple(
         f"literal {np.asarray(a.val)!r}" if isinstance(a, Literal) else _shape(avals[a])
@@ -47,12 +47,12 @@ def live_bytes(
     Weights and inputs, which no operation writes, are always there and do not count.
 
     Args:
-      operations: In program order.
+      operations: Operations in program order.
       avals: Shape and dtype of the values.
       outputs: Values read after the last operation.
 
     Returns:
-      One figure for each position, 0 .. len(operations).
+      The bytes at each position, 0 .. len(operations).
     """
     last = {atom: len(operations) for atom in outputs if isinstance(atom, int)}
     change = [0] * (len(operations) + 2)

@@ -1,8 +1,8 @@
 """The seam to Flax: any model becomes apply(params, *inputs) and its params.
 
-After this file nnx and linen no longer exist. The user's object is read, never changed. A model
-whose state would change in a call (running statistics, random counters, caches) is refused by
-`check_state`, which traces but runs nothing. How a function becomes a graph is in `trace`.
+After this file nnx and linen no longer exist. The user's object is read, never changed.
+`check_state` refuses a model whose state changes in a call (running statistics, random counters,
+caches); it traces but runs nothing. `trace` turns the function into a graph.
 """
 
 import functools
@@ -34,8 +34,8 @@ class Functional:
       apply: Called as apply(params, *inputs); pure if `check_state` passes.
       params: Pytree of everything the model holds, parameters and other state alike.
       name: The class or function name, for reports.
-      apply_and_update: Called like apply; returns the output and params as they are after the call.
-        None where the model has no state that a call could change.
+      apply_and_update: Called like apply; returns the output and the params after the call. None
+        where the model has no state that a call could change.
     """
 
     apply: Callable
@@ -50,7 +50,7 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
     Args:
       model: An nnx module, a linen module (bound, or together with variables), a method of one, or
         any callable.
-      variables: What linen's `init` returned; for an unbound linen module only.
+      variables: The variables that linen's `init` returned; for an unbound linen module only.
 
     Returns:
       The function, its params and its name. The params of a callable are empty: JAX finds the
@@ -67,16 +67,16 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
             else f"a {type(model).__name__}"
         )
         raise InputTypeError(
-            f"functional(model): the model is {found}; allowed are an nnx module, a linen module "
-            "or a function; pass an instance that can be called"
+            f"functional(model): the model is {found}; an nnx module, a linen module or a function "
+            "is allowed; pass an instance that can be called"
         )
     owner = getattr(model, "__self__", None) if inspect.ismethod(model) else model
     if isinstance(owner, nn.Module):
         return _from_linen(owner, _method(model), variables)
     if variables is not None:
         raise InputError(
-            f"functional(model, variables): {_name(model)} is no linen module; variables are for "
-            "linen modules only; leave out variables="
+            f"functional(model, variables): {_name(model)} is not a linen module; variables are "
+            "for linen modules only; leave out variables="
         )
     return _from_nnx(owner, _method(model)) if isinstance(owner, nnx.Module) else _plain(model)
 
@@ -84,21 +84,21 @@ def functional(model: Model, variables: Mapping[str, object] | None = None) -> F
 def shared_method(model: object, name: str) -> Functional:
     """Turns a method of an nnx module into a function that modules of one structure share.
 
-    As a static argument of a jitted function it is therefore no reason to compile again.
+    As a static argument of a jitted function it does not cause a second compilation.
 
     Args:
       model: The module.
-      name: Of the method.
+      name: Name of the method.
 
     Returns:
       The function; its params are a tuple of arrays, which is quick to pass to a jitted function.
 
     Raises:
-      InputTypeError: The model is no nnx module.
+      InputTypeError: The model is not an nnx module.
     """
     if not isinstance(model, nnx.Module):
         raise InputTypeError(
-            f"shared_method(model): a {type(model).__name__}; an nnx module is needed; pass one"
+            f"shared_method(model): a {type(model).__name__}; an nnx module is allowed; pass one"
         )
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(_on_device(state))
@@ -119,7 +119,7 @@ def check_state(model: Functional, *inputs: object) -> None:
     """Refuses a model whose state changes in a call; traces it, runs nothing.
 
     Args:
-      model: What `functional` returned.
+      model: A result of `functional`.
       *inputs: Inputs of a call, or their shapes and dtypes.
 
     Raises:
@@ -157,7 +157,7 @@ def _method(model: Model) -> str:
 
 def _from_nnx(model: nnx.Module, method: str) -> Functional:
     graphdef, state = nnx.split(model)
-    state = _on_device(state)  # split shares the model's variables; a mapped tree does not
+    state = _on_device(state)  # also copies the tree, which shares the model's variables
     name = _name(model, method)
 
     def apply(params, *inputs):
@@ -200,7 +200,7 @@ def _from_linen(
 
 
 def _on_device(tree: object) -> object:
-    """The tree with numpy's arrays as JAX's, or every call would copy them to the device again."""
+    """The tree with numpy arrays as JAX arrays, so that calls do not copy them to the device."""
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree
     )
@@ -215,7 +215,7 @@ def _plain(function: Callable) -> Functional:
 
 
 def _translating(apply: Callable, name: str) -> Callable:
-    """Wraps apply so that Flax's complaints about state reach the user in our form."""
+    """Wraps apply so that Flax's errors about state become a `ModelError`."""
 
     def translated(params, *inputs):
         try:
@@ -223,8 +223,8 @@ def _translating(apply: Callable, name: str) -> Callable:
         except flax.errors.FlaxError as error:
             reason = str(error).split(" (https://")[0].rstrip(".").replace("\n", " ")
             raise ModelError(
-                f"{name}: Flax cannot call it as a pure function: {reason}; a call may read only "
-                "the model's variables and change none; use evaluation mode (model.eval(), "
+                f"{name}: Flax cannot call it as a pure function: {reason}; a call may read the "
+                "model's variables and change none; use evaluation mode (model.eval(), "
                 "use_running_average=True, deterministic=True) and complete variables"
             ) from error
         except ValueError as error:
@@ -232,8 +232,8 @@ def _translating(apply: Callable, name: str) -> Callable:
                 raise
             raise ModelError(
                 f"{name}: it captures an nnx module whose transformations then cannot be traced; "
-                "a module must come in as the model; pass the module, or a method of it, in place "
-                "of a function that calls it"
+                "a module is allowed as the model itself; pass the module or a method of it "
+                "instead of a function that calls it"
             ) from error
 
     return translated
@@ -256,7 +256,7 @@ def _path(path: Sequence[object]) -> str:
 
 
 def _unused_counts(state: object, jaxpr: Jaxpr, num_results: int) -> set[str]:
-    """Random counters that no result depends on, as where a layer draws a seed for zeros."""
+    """Random counters that no result depends on, as when a layer draws a seed but uses zeros."""
     needed = [i < num_results for i in range(len(jaxpr.outvars))]
     _, used = partial_eval.dce_jaxpr(jaxpr, needed)
     variables = jax.tree_util.tree_flatten_with_path(
@@ -267,7 +267,7 @@ def _unused_counts(state: object, jaxpr: Jaxpr, num_results: int) -> set[str]:
 
 
 def _origin(jaxpr: Jaxpr, atom: Var | Literal) -> Var | Literal:
-    """The value that an output is a mere copy of, looking through calls and loops."""
+    """The value that an output is a copy of, followed through calls and loops."""
     writers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     while not isinstance(atom, Literal) and atom in writers:
         equation = writers[atom]
@@ -279,7 +279,7 @@ def _origin(jaxpr: Jaxpr, atom: Var | Literal) -> Var | Literal:
 
 
 def _passed_through(equation: JaxprEqn, result: int) -> Var | Literal | None:
-    """The operand of a call or loop that it returns unchanged as the numbered result."""
+    """The operand that a call or loop returns unchanged as the numbered result; None if none."""
     params = equation.params
     body = next((params[key] for key in _CALLS if key in params), None)
     if body is None:

@@ -1,8 +1,8 @@
-"""Where a kernel computes or moves something else than its plain form.
+"""Costs of kernels that differ from those of their plain JAX code.
 
-The plain form of most kernels has the kernel's arithmetic. That of some is written for XLA: with
-products with zeros, scores that are thrown away, or all pairs of sequences; and of a cache not all
-may be looked at. What those do instead is counted here, from the shapes of their arguments.
+The plain code of most kernels does the kernel's arithmetic. Some is written for XLA: it multiplies
+by zeros, throws scores away, or scores all pairs of sequences; and some kernels read only a part of
+a cache. The differences are counted here from the shapes of the arguments.
 """
 
 import math
@@ -12,22 +12,22 @@ from typing import Any
 from pallas_kernels.attention.tile import ROWS
 from pallas_kernels.depthwise.xla import BLOCK
 
-# By name, arguments of the public function: arrays by their avals.
+# Arguments of the public function by name; arrays as their avals.
 type Given = Mapping[str, Any]
 
 
 def flops_instead(name: str, given: Given) -> float:
-    """FLOPs of a kernel less those of its plain form.
+    """FLOPs of a kernel less those of its plain code.
 
     Args:
-      name: Of its public function.
-      given: Its arguments; none where they are not known.
+      name: Name of its public function.
+      given: Its arguments; empty where they are not known.
     """
     return _FLOPS[name](given) if name in _FLOPS and given else 0.0
 
 
 def unread_bytes(name: str, given: Given) -> float:
-    """Bytes of a kernel's operands that it has no need to read."""
+    """Bytes of a kernel's operands that it does not read."""
     if name != "decode_attention" or not given:
         return 0.0
     held, pages = given["k"], given["page_table"]
@@ -38,13 +38,13 @@ def unread_bytes(name: str, given: Given) -> float:
 
 
 def share_of_pairs(name: str, operands: Sequence[Any]) -> float:
-    """The share of all pairs of tokens that a packed attention scores, in equally long sequences.
+    """The share of all pairs of tokens that attention scores over packed sequences of one length.
 
-    How long they are is known only when it runs; of unequal ones the pairs are more.
+    The lengths are known only at run time; unequal ones have more pairs.
 
     Args:
-      name: Of the kernel's public function.
-      operands: Avals of the operation's operands: the whole numbers are where sequences begin.
+      name: Name of the kernel's public function.
+      operands: Avals of the operation's operands; the integer vector holds the sequences' offsets.
     """
     if name != "attention_packed":
         return 1.0
@@ -53,22 +53,22 @@ def share_of_pairs(name: str, operands: Sequence[Any]) -> float:
 
 
 def _depthwise_flops(given: Given) -> float:
-    """A multiply-add for each frame that is there and weight, instead of a banded matrix."""
+    """Multiply-adds of each weight with each existing frame, less those of a banded matrix."""
     (batch_size, length, features), width = given["x"].shape, given["kernel"].shape[0]
     before = (width - 1) // 2
-    met = sum(max(0, length - abs(tap - before)) for tap in range(width))
+    needed = sum(max(0, length - abs(tap - before)) for tap in range(width))
     seen = -(-(BLOCK + width - 1) // 16) * 16
     banded = -(-length // BLOCK) * BLOCK * seen
-    return 2.0 * batch_size * features * (met - banded)
+    return 2.0 * batch_size * features * (needed - banded)
 
 
 def _attention_flops(given: Given) -> float:
-    """Of scores by difference: those that a tile of queries and keys meets, instead of all rows."""
+    """Scores by relative position within the tiles of queries and keys, less those of all rows."""
     if given["relative_rows"] is None:
         return 0.0
     batch_size, num_queries, num_heads, head_dim = given["q"].shape
     num_keys = given["k"].shape[1]
-    keys = 128 if head_dim <= 64 else 64  # of a tile, as docs/design/attention.md has them
+    keys = 128 if head_dim <= 64 else 64  # keys of a tile, see docs/design/attention.md
     scored = num_keys * (ROWS + keys) / keys
     rows = num_queries + num_keys
     return 2.0 * batch_size * num_heads * num_queries * head_dim * (scored - rows)

@@ -4,8 +4,8 @@
 derivatives), so that what remains is one list of operations in program order. Loops and branches
 (scan, while, cond) stay whole. Values are numbered: weights first, then inputs, then the results
 of the operations in order; a function traced at another batch size gives the same numbers, which
-is what lets one cutting of the graph serve sub-batches of every size. What the operations cost,
-and where the batch lies, is not decided here.
+is what lets one cutting of the graph serve sub-batches of every size. `cost` counts operations, and
+`batch_axes` finds the batch.
 """
 
 import contextlib
@@ -66,13 +66,13 @@ class Graph:
 
     Attributes:
       avals: Shape and dtype of every value, by its number.
-      operations: In program order; each value is written once, before it is read.
+      operations: Operations in program order; each value is written once, before it is read.
       num_weights: How many values are parameters or arrays that the function captured.
       num_inputs: How many values are inputs of a call.
-      outputs: What the function returns, flattened.
+      outputs: The function's results, flattened.
       constants: The captured arrays: the last of the weights.
-      names: One for each weight and input, as error messages and reports call them.
-      out_tree: Structure of what the function returns.
+      names: A name for each weight and input, for messages and reports.
+      out_tree: Structure of the function's results.
     """
 
     avals: tuple[Aval, ...]
@@ -157,7 +157,7 @@ def difference(graph: Graph, other: Graph) -> str | None:
     """Names the first place where two traces of a function differ in more than shapes.
 
     The values of literals may differ: jax.numpy adds the length of an axis to negative indices, and
-    a mean over the batch divides by its size. Which of these a model may do is asked in `batching`.
+    a mean over the batch divides by its size. `batch_axes` decides which of these a model may do.
 
     Returns:
       None if the graphs have the same operations on the same values.
@@ -189,7 +189,7 @@ def describe(operation: Operation) -> str:
 
 
 def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
-    """The body of a loop or branch as a graph; its inputs are those of the body.
+    """The body of a loop or branch as a graph with the body's inputs.
 
     Args:
       operation: A scan, while or cond.

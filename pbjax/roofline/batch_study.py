@@ -1,8 +1,8 @@
-"""What batch and length do to a decoder: predicted curves, critical and largest batch, a choice.
+"""The effect of batch and length on a decoder: curves, critical and largest batch, a choice.
 
-Everything here is arithmetic on a few traced reports: what a group of operations computes and moves
-is a straight line in the batch and at most a parabola in the length, so two or three lengths give
-all others exactly. How the reports come about is the caller's business.
+Everything here is arithmetic on a few traced reports, which the caller makes: the FLOPs and bytes
+of a group of operations are a straight line in the batch and at most a parabola in the length, so
+two or three sizes give all others exactly.
 """
 
 import math
@@ -17,9 +17,9 @@ from pbjax.roofline.result import Roofline
 # Phase, rows of the batch, tokens of a row.
 type ReportAt = Callable[[str, int, int], Roofline]
 
-# A batch whose throughput is this near to the best is as good, and answers sooner.
+# A batch whose throughput is this near to the best counts as equal: it answers sooner.
 PLATEAU = 0.02
-# Where the lines are drawn through. One row is special to JAX programs, so it is none of them.
+# The batches that define the lines. JAX programs treat one row specially, so it is left out.
 BATCH_NODES = (2, 64)
 MIN_SEQ = 64
 
@@ -30,16 +30,17 @@ class SizePoint:
 
     Attributes:
       phase: "prefill" or "decode".
-      batch_size: Rows.
+      batch_size: Rows of the batch.
       seq_len: Tokens of a row; in decode those that its cache holds.
-      seconds: Of a call: until the first token of a prompt, or for one more token of every row.
-      tokens_per_s: Tokens taken in by prefill, made by decode.
+      seconds: Seconds of a call: until the first token of a prompt, or for one more token of every
+        row.
+      tokens_per_s: Tokens taken in by prefill, or made by decode, per second.
       dense_intensity: FLOP/byte of the dense layers.
-      dense_flops_per_s: The rate that they can reach.
+      dense_flops_per_s: The rate that the dense layers can reach.
       attention_intensity: FLOP/byte of attention.
-      attention_flops_per_s: The rate that it can reach.
-      peak_bytes: Device memory.
-      fits: Whether there is that much.
+      attention_flops_per_s: The rate that attention can reach.
+      peak_bytes: Device memory that the call needs.
+      fits: Whether the device has that much.
     """
 
     phase: str
@@ -61,13 +62,13 @@ class PhaseStudy:
 
     Attributes:
       phase: "prefill" or "decode".
-      by_batch: At one length, over the batch.
-      by_seq: At one batch, over the length.
-      critical_batch: Rows at which the dense layers together meet the ridge point; infinite if no
+      by_batch: Points at one length, over the batch.
+      by_seq: Points at one batch, over the length.
+      critical_batch: Rows at which the dense layers together reach the ridge point; infinite if no
         batch is large enough.
-      layers: The same for each dense layer.
+      layers: The critical batch of each dense layer.
       largest_batch: The most rows that fit into the device's memory.
-      kv_bytes_per_row: Of the KV cache.
+      kv_bytes_per_row: Bytes of the KV cache for one row.
     """
 
     phase: str
@@ -79,7 +80,7 @@ class PhaseStudy:
     kv_bytes_per_row: float
 
     def to_dict(self) -> dict[str, object]:
-        """The study as JSON-compatible data; what has no end is null."""
+        """The study as JSON-compatible data; infinity becomes null."""
         data = asdict(self)
         data["critical_batch"] = _finite(self.critical_batch)
         data["layers"] = {name: _finite(rows) for name, rows in self.layers.items()}
@@ -88,13 +89,13 @@ class PhaseStudy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeChoice:
-    """A batch and why.
+    """A chosen batch and the reason.
 
     Attributes:
-      chosen: The batch.
-      runner_up: The next one in throughput that is allowed; None if there is none.
-      front: The batches that no other beats in latency and throughput both, fastest first.
-      reason: What decided.
+      chosen: The chosen batch.
+      runner_up: The best of the other allowed batches in throughput; None if there is none.
+      front: The batches that no other beats in both latency and throughput, fastest first.
+      reason: The reason for the choice.
       latency_s: The longest that a call may take; None = any.
     """
 
@@ -109,13 +110,13 @@ def interpolated(known: Mapping[int, Roofline], at: int) -> Roofline:
     """A report at another size, by the polynomial through known ones.
 
     Args:
-      known: Reports by size, of one model that differ in that size alone: two for the batch or for
+      known: Reports of one model by the size in which alone they differ: two for the batch or for
         the tokens of a cache, three for the length of a prompt.
       at: The size.
 
     Returns:
-      A report whose figures are exact where they are polynomials of that degree; `items` and
-      `tokens` among them. Its temporary bytes are, while the same values are alive at the peak.
+      A report that is exact where the values, `items` and `tokens` among them, are polynomials of
+      that degree. The temporary bytes are as long as the same values are alive at the peak.
     """
     shares = {
         size: math.prod((at - other) / (size - other) for other in known if other != size)
@@ -127,7 +128,7 @@ def interpolated(known: Mapping[int, Roofline], at: int) -> Roofline:
     weighted = [(share, known[size]) for size, share in shares.items()]
 
     def mean(value: Callable[[Roofline], float]) -> float:
-        # Rounding must not make a little less than nothing of nothing.
+        # Rounding must not turn 0 into a negative number.
         return max(0.0, sum((share * value(report) for share, report in weighted), 0.0))
 
     points = tuple(_point(mean, i, point) for i, point in enumerate(reports[0].points))
@@ -177,17 +178,17 @@ def study_phase(
     Args:
       report_at: Makes a report.
       phase: "prefill" or "decode".
-      batch_size: Rows at which the length varies.
-      seq_len: Tokens of a row at which the batch varies.
-      batches: Which rows; None takes powers of two up to what fits, and what fits.
-      lengths: Which lengths, of those that the model takes.
-      max_seq_len: The longest that it takes; None = any.
-      curves: "traced" asks for a report at every batch and length: what kernels take by their
-        tiles is no straight line.
+      batch_size: Rows of the batch while the length varies.
+      seq_len: Tokens of a row while the batch varies.
+      batches: The batches; None takes powers of two up to the largest that fits, and that one.
+      lengths: The lengths; those that the model does not take are left out.
+      max_seq_len: The longest that the model takes; None = any.
+      curves: "traced" asks for a report at every batch and length: seconds of kernels by their
+        tiles are no straight line.
 
     Raises:
       InputError: Too few of the lengths fit the model.
-      MemoryBudgetError: Not one row fits.
+      MemoryBudgetError: Not even one row fits.
     """
     allowed = [s for s in lengths if MIN_SEQ <= s <= (max_seq_len or s)]
     nodes = _nodes(allowed, 2 if phase == "decode" else 3)
@@ -221,18 +222,18 @@ def _at(known: Mapping[int, Roofline], size: int) -> Roofline:
 
 
 def _nodes(lengths: Sequence[int], count: int) -> list[int]:
-    """The shortest, the longest and what lies between, spread by their logarithms."""
+    """The shortest and the longest length, and others evenly between them in the list."""
     if len(lengths) < count:
         raise InputError(
-            f"a study over the length: {len(lengths)} of the lengths that are studied fit the "
-            f"model; {count} of {MIN_SEQ} tokens or more are needed; ask for a model with more "
-            "positions, or without a study"
+            f"study over the length: {len(lengths)} of the lengths fit the model; {count} lengths "
+            f"of {MIN_SEQ} tokens or more are needed; ask for a model with more positions, or "
+            "without a study"
         )
     return [lengths[round(i * (len(lengths) - 1) / (count - 1))] for i in range(count)]
 
 
 def size_point(report: Roofline, batch_size: int, seq_len: int) -> SizePoint:
-    """What the curves show of a report."""
+    """A report as a point of the curves."""
     kinds = {total.name: total for total in report.kinds}
     empty = Total(name="", points=())
     dense, attention = kinds.get("dense", empty), kinds.get("attention", empty)
@@ -256,11 +257,11 @@ def choose_point(points: Sequence[SizePoint], latency_s: float | None = None) ->
     """The smallest batch whose throughput is within 2 % of the best that is allowed.
 
     Args:
-      points: One phase over the batch.
+      points: Points of one phase over the batch.
       latency_s: The longest that a call may take; None = any.
 
     Raises:
-      InputError: Not one batch fits the memory and the limit.
+      InputError: No batch fits both the memory and the limit.
     """
     room = sorted((p for p in points if p.fits), key=lambda point: point.batch_size)
     allowed = [p for p in room if latency_s is None or p.seconds <= latency_s]
@@ -315,7 +316,7 @@ def _milliseconds(point: SizePoint) -> str:
 
 
 def _front(points: Sequence[SizePoint]) -> tuple[SizePoint, ...]:
-    """The points that fit and that no other beats, by latency."""
+    """The points that fit and that no other beats, fastest first."""
     front: list[SizePoint] = []
     for point in sorted((p for p in points if p.fits), key=lambda p: (p.seconds, -p.tokens_per_s)):
         if not front or point.tokens_per_s > front[-1].tokens_per_s:
@@ -326,7 +327,7 @@ def _front(points: Sequence[SizePoint]) -> tuple[SizePoint, ...]:
 def largest_batch(
     report_at: ReportAt, known: Mapping[int, Roofline], phase: str, seq_len: int
 ) -> int:
-    """By the line through two batches, then through larger ones until it holds."""
+    """The most rows that fit, by the line through two batches, then through nearer ones."""
     low, high = sorted(known)
     reports = dict(known)
     for _ in range(8):
@@ -340,7 +341,7 @@ def largest_batch(
             low, high = rows, low
         else:
             low = rows
-    raise AssertionError("peak memory is a line in the batch once the batch is large")
+    raise AssertionError("peak memory is not a line in the batch even where the batch is large")
 
 
 def _rows_that_fit(a: Roofline, b: Roofline, low: int, high: int) -> int:
@@ -370,7 +371,7 @@ def _single(point: Point) -> tuple[float, float]:
 
 
 def _critical(low: tuple[float, float], high: tuple[float, float], ridge: float) -> float:
-    """Rows at which FLOPs are ridge times bytes, both straight lines through two batches."""
+    """Rows at which FLOPs are ridge times bytes, both as straight lines through two batches."""
     a, b = BATCH_NODES
     slopes = [(y - x) / (b - a) for x, y in zip(low, high, strict=True)]
     starts = [x - a * slope for x, slope in zip(low, slopes, strict=True)]

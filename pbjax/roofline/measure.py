@@ -1,10 +1,11 @@
 """Device seconds of every stage of a program, by a profiler's trace of the whole program.
 
-Each operation is run inside a scope that names its stage; the compiler keeps scopes with its
-instructions, and the trace says which instruction each kernel belongs to. So the program runs as it
-is, fused across stages where the compiler likes; a fused kernel belongs to the stage of its matrix
-product, or else of its result, or else of most of what is in it. A product whose scope the compiler
-has dropped, as where it splits the sum over K, belongs to whatever reads its weights.
+Each operation runs inside a scope that names its stage; the compiler keeps scopes with its
+instructions, and the trace names the instruction of each kernel. So the program runs unchanged,
+fused across stages where the compiler chooses. A fused kernel belongs to the stage of its matrix
+product, or else of its result, or else of most of its operations. A product whose scope the
+compiler has dropped, as where it splits the sum over K, belongs to the stage that reads its
+weights.
 """
 
 import glob
@@ -33,13 +34,13 @@ from pbjax.roofline.points import Measured, OperationKind
 
 _LOG = logging.getLogger(__name__)
 MARK = "pbjax_stage_"
-# So long the device is kept busy before anything counts: a GPU's clock falls within a fraction of a
-# second of hard work. A trace of more calls than these takes longer to read than to make.
+# The device is busy for WARM_S before anything counts: a GPU's clock falls within a fraction of a
+# second of hard work. Traces of more calls than MAX_CALLS take longer to read than to make.
 WARM_S, TRACED_S, MAX_CALLS, MIN_CALLS = 0.4, 0.4, 200, 6
 SAMPLES = 5
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
-# Instructions whose time is that of others inside them.
+# Instructions whose time is that of the instructions inside them.
 _OUTER = ("while", "call", "conditional")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+.*? ([\w\-]+)\(([^)]*)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -51,7 +52,7 @@ _PRODUCTS = ("dot", "convolution", "custom-call")
 _VIEWS = ("bitcast", "get-tuple-element")
 
 
-# Stage, group of operations in it, and what the group is.
+# Stage, group of operations in it, and the group's kind.
 type Place = tuple[str, str, OperationKind]
 type _Arrays = Sequence[Array | np.ndarray]
 type _Program = Callable[[_Arrays], tuple[list[Array], list[Array]]]
@@ -92,17 +93,17 @@ def measure_stages(
     carried: Mapping[int, int],
     turn: AbstractContextManager[object],
 ) -> Measured:
-    """Runs a program and says what each of its stages, and each group in them, took.
+    """Runs a program and measures its stages and the groups in them.
 
     Args:
       staged: The program.
       leaves: Weights without captured arrays, then inputs. Those that are carried are used up.
       carried: Leaves that the program updates in place: number of the output, by that of the leaf
         in the graph.
-      turn: Entered once all is compiled, for as long as the device is measured.
+      turn: Context manager entered after the compilation, while the device is measured.
 
     Raises:
-      DeviceError: The trace does not say which instruction a kernel belongs to.
+      DeviceError: The trace does not name the instruction of a kernel.
     """
     graph, places = staged.graph, staged.places()
     tags = {place: f"{MARK}{index}" for index, place in enumerate(places)}
@@ -118,7 +119,7 @@ def measure_stages(
     kept, changed = [values[i] for i in kept_numbers], [values[i] for i in carried]
     lowered = jax.jit(program, donate_argnums=1).lower(kept, changed)
     as_it_runs = lowered.compile()
-    # A GPU's profiler does not say what a kernel of a graph belongs to.
+    # A GPU's profiler does not name the instruction of a kernel inside a CUDA graph.
     apart = lowered.compile(NO_GRAPHS) if jax.default_backend() == "gpu" else as_it_runs
 
     def call(compiled: Callable, changed: _Arrays) -> tuple[list[Array], list[Array]]:
@@ -189,7 +190,7 @@ def _value(atom: Atom, env: Mapping[int, Array]) -> Array:
 
 
 def _readers(staged: Staged, names: Mapping[int, str]) -> dict[str, Place]:
-    """Places that read a leaf which no other does, by the leaf's name."""
+    """Places that are the only reader of a leaf, by the leaf's name."""
     found: dict[str, set[Place | None]] = {}
     for operation, place in zip(staged.graph.operations, staged.stages, strict=True):
         for atom in operation.inputs:
@@ -200,7 +201,7 @@ def _readers(staged: Staged, names: Mapping[int, str]) -> dict[str, Place]:
 
 
 def _wall_seconds(call: _Program, changed: _Arrays) -> tuple[float, _Arrays]:
-    """Seconds of a call of many in a row, once the device has been busy for a while."""
+    """Seconds of a call, one of many in a row, after the device has been busy for a while."""
     begin = time.perf_counter()
     outputs, changed = call(changed)
     jax.block_until_ready(outputs)
@@ -230,23 +231,23 @@ def _read(folder: str) -> jax.profiler.ProfileData:
 
 
 def _events(trace: jax.profiler.ProfileData, calls: int) -> list[tuple[str, float]]:
-    """Instruction and seconds of all that ran, in the order of its start."""
+    """Instruction and seconds of every kernel that ran, in the order of their starts."""
     on_gpu = jax.default_backend() == "gpu"
-    device, lane = ("/device:GPU:", "Stream") if on_gpu else ("/host:CPU", "")
+    device, row = ("/device:GPU:", "Stream") if on_gpu else ("/host:CPU", "")
     found = []
     with warnings.catch_warnings():
-        # Of the binding's own types; where warnings are errors, it would end the process.
+        # The binding's own types warn; where warnings are errors, that would end the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in trace.planes:
             lines = plane.lines if plane.name.startswith(device) else ()
-            for event in (e for line in lines if line.name.startswith(lane) for e in line.events):
+            for event in (e for line in lines if line.name.startswith(row) for e in line.events):
                 instruction = next((str(v) for key, v in event.stats if key == "hlo_op"), "")
                 if instruction or on_gpu:
                     found.append((event.start_ns, instruction, event.duration_ns * 1e-9))
     if not any(instruction for _, instruction, _ in found):
         raise DeviceError(
             f"measure: a trace of {calls} calls names no instruction in {len(found)} kernels; a "
-            "profiler that does so is needed; update jax and its plugin, or measure without stages"
+            "profiler that names them is needed; update jax and its plugin, or leave out measure="
         )
     return [(instruction, seconds) for _, instruction, seconds in sorted(found)]
 
@@ -254,7 +255,7 @@ def _events(trace: jax.profiler.ProfileData, calls: int) -> list[tuple[str, floa
 def _seconds_by_place(
     events: Sequence[tuple[str, float]], owners: Mapping[str, int], calls: int
 ) -> dict[int | None, float]:
-    """Seconds of a call by place, None for what has none; the mean of the later calls."""
+    """Seconds of a call by place, or None for kernels without one; the mean of the later calls."""
     by_instruction: dict[str, list[float]] = {}
     for instruction, seconds in events:
         by_instruction.setdefault(instruction, []).append(seconds)
@@ -276,13 +277,13 @@ class _Instruction(NamedTuple):
     """A line of a compiled program.
 
     Attributes:
-      computation: That it is in.
-      name: Of what it computes.
-      kind: Its operation.
-      operands: Names of what it reads.
-      body: Computation that it calls; empty if none.
-      stage: Number of its scope's stage; None without.
-      argument: Name of the argument that it is; empty if none.
+      computation: Name of the computation that it is in.
+      name: Name of its result.
+      kind: Kind of operation.
+      operands: Names of its operands.
+      body: Name of the computation that it calls; empty if none.
+      stage: Number of its scope's stage; None without a scope.
+      argument: Name of the argument that it is; empty if it is none.
     """
 
     computation: str
@@ -340,8 +341,8 @@ def instruction_stages(text: str, arguments: Mapping[str, int] | None = None) ->
 
 
 def _following(found: Iterable[_Instruction], arguments: Mapping[str, int]) -> dict[str, int]:
-    """Stages of what has no scope, but reads an argument of one stage, or what follows from it."""
-    reading: dict[str, int] = {}  # An argument, or a view of one.
+    """Stages of instructions without a scope that depend on an argument of a single stage."""
+    reading: dict[str, int] = {}  # arguments, and views of them
     following: dict[str, int] = {}
     for i in found:
         weights = [reading[name] for name in i.operands if name in reading]

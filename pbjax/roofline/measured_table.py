@@ -1,4 +1,4 @@
-"""Predicted beside measured stages of a roofline, and the table that measured ones are kept in."""
+"""Predicted and measured stages of a roofline side by side, and the table of measured stages."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ REMEDY = (
     "measured stages of schema_version 1 are allowed; measure again by `pbjax roofline --measure "
     "--save-measured FILE`"
 )
-# Stages below this share of the measured time are too short to be told from launches.
+# Stages below this share of the measured time cannot be distinguished from launches.
 MIN_SHARE = 0.02
 
 
@@ -26,9 +26,9 @@ class StageCheck:
     """A stage, or a group of operations in one, as predicted and as measured.
 
     Attributes:
-      stage: As predicted.
+      stage: The predicted stage.
       measured_s: Device seconds of a call.
-      groups: Those of its groups that are long enough.
+      groups: The checks of its groups that are long enough.
     """
 
     stage: Total
@@ -42,16 +42,16 @@ class StageCheck:
 
     @property
     def flops_per_s(self) -> float:
-        """The rate achieved."""
+        """The achieved rate."""
         return self.stage.flops / self.measured_s if self.measured_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes as counted over measured seconds."""
+        """Counted bytes over measured seconds."""
         return self.stage.traffic.total / self.measured_s if self.measured_s else 0.0
 
     def row(self) -> dict[str, object]:
-        """Its figures as JSON-compatible data."""
+        """The check as JSON-compatible data."""
         return {
             "stage": self.stage.name,
             "predicted_s": self.stage.seconds,
@@ -65,7 +65,7 @@ class StageCheck:
 
 
 def stage_checks(report: Roofline) -> tuple[StageCheck, ...]:
-    """Each stage of a report that was measured, beside its prediction; the longer ones alone."""
+    """The measured stages of a report beside their predictions, without very short ones."""
     if report.measured is None:
         return ()
     found, groups = report.measured.stages, report.measured.groups
@@ -87,15 +87,15 @@ def stage_checks(report: Roofline) -> tuple[StageCheck, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was measured of one call of a model.
+    """Measured seconds of one call of a model.
 
     Attributes:
       model: Name of the model, as in its report.
-      phase: Of the call.
+      phase: Phase of the call.
       items: Rows of the batch.
       tokens: Tokens that the call takes in.
       cached: Tokens that a row's cache holds; 0 without one.
-      measured: What the call took.
+      measured: Measured seconds.
     """
 
     model: str
@@ -112,23 +112,23 @@ class MeasuredTable:
 
     Attributes:
       provenance: Where and how they were measured.
-      rows: One a call.
+      rows: One row for each call.
     """
 
     provenance: Provenance
     rows: tuple[Row, ...]
 
     def find(self, report: Roofline) -> Row | None:
-        """What was measured of the same call on the same kind of device; None if nothing was."""
+        """The row of the same call on the same kind of device; None if there is none."""
         key = report.model, report.phase, report.items, report.tokens, report.cached
         rows = {(r.model, r.phase, r.items, r.tokens, r.cached): r for r in self.rows}
         return rows.get(key) if self.provenance.device_kind == report.device.kind else None
 
     def attached(self, report: Roofline) -> Roofline:
-        """The report with what was measured of the same call.
+        """The report with the measured seconds of the same call.
 
         Raises:
-          InputError: It was not measured, or on another kind of device.
+          InputError: The call was not measured on this kind of device.
         """
         row = self.find(report)
         if row is None:
@@ -150,7 +150,7 @@ class MeasuredTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "MeasuredTable":
-        """Reads what `save` wrote.
+        """Reads a table that `save` wrote.
 
         Raises:
           FileError: The file is missing, corrupt or of a foreign schema.
@@ -160,7 +160,7 @@ class MeasuredTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """What a file holds."""
+    """The content of a file."""
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
@@ -169,15 +169,15 @@ class _File:
 
 
 def measured_point(report: Roofline, batch_size: int, seq_len: int) -> SizePoint:
-    """What was measured of a call as a point of its phase's curves: device time, achieved rates.
+    """A measured call as a point of its phase's curves: device time and achieved rates.
 
     Args:
-      report: With what was measured.
-      batch_size: Its rows.
+      report: A report with measured seconds.
+      batch_size: Rows of the batch.
       seq_len: Tokens of a row; in decode those that its cache holds.
     """
     if report.measured is None:
-        raise AssertionError("a report of a call that was measured")
+        raise AssertionError("the report has no measured seconds")
     seconds = report.measured.device_s
     kinds = {total.name: total.flops for total in report.kinds}
     rates = {
@@ -197,7 +197,7 @@ def points_text(points: Sequence[tuple[SizePoint, SizePoint]]) -> str:
     """Predicted and measured points of curves as a table.
 
     Args:
-      points: Predicted and measured, at the same size.
+      points: Pairs of a predicted and a measured point of the same size.
     """
     rows = [
         (
@@ -243,7 +243,7 @@ def checks_text(report: Roofline) -> str:
     """Stages as predicted and as measured, as a table of at most 100 columns.
 
     Args:
-      report: With what was measured.
+      report: A report with measured seconds; without them the text is empty.
     """
     measured = report.measured
     if measured is None:
@@ -271,8 +271,8 @@ def checks_text(report: Roofline) -> str:
         f"a call: predicted {report.total.seconds * 1e3:,.4g} ms, measured "
         f"{measured.seconds * 1e3:,.4g} ms by the wall clock ({error:+.0%}); kernels "
         f"{kernels_s * 1e3:,.4g} ms, {measured.other_s / kernels_s:.0%} of it in no stage",
-        "rates are counted FLOPs and bytes over measured seconds; a kernel of several groups is "
-        "counted as its product's, or else its result's",
+        "rates are counted FLOPs and bytes over measured seconds; a kernel of several groups "
+        "counts for the group of its product, or else of its result",
     ]
     return "\n".join(
         [table_text(title, columns, rows), *(line for text in lines for line in wrapped(text))]

@@ -1,7 +1,7 @@
-"""What a reader calls the operations of a graph: stages by scope or module, groups by what they do.
+"""Names for the operations of a graph: stages by scope or module, groups by what they compute.
 
-Names come from the model's own scopes and from the paths of its weights; they decide nothing but
-how a report reads.
+Names come from the model's own scopes and from the paths of its weights; they change only how a
+report reads.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from pbjax.graph.trace import Operation
 from pbjax.program.fused_costs import KERNELS
 from pbjax.roofline.traffic import CONTRACTIONS, UPDATES, Holds, Moved
 
-# The last parts of a weight's path that say only that it is one.
+# Last parts of a weight's path that carry no information.
 _PLAIN_PARTS = frozenset(("kernel", "embedding", "weight", "params"))
 
-# What a chain is called, by primitives that give it away; the first that fits.
-_CHAINS: tuple[tuple[str, frozenset[str]], ...] = (
+# Names of fused groups by primitives that identify them; the first that fits.
+_FUSED_NAMES: tuple[tuple[str, frozenset[str]], ...] = (
     ("softmax", frozenset(("exp", "reduce_max"))),
     ("norm", frozenset(("rsqrt", "reduce_sum"))),
     ("look-up", frozenset(("gather",))),
@@ -29,11 +29,11 @@ _CHAINS: tuple[tuple[str, frozenset[str]], ...] = (
 
 
 def leaf_names(names: Sequence[str], leaves: Sequence[Holds]) -> dict[int, str]:
-    """Paths of weights joined by dots, without indices and what all of them end in.
+    """Paths of weights joined by dots, without indices and uninformative endings.
 
     Args:
-      names: Of weights and inputs, as the graph has them.
-      leaves: What these hold.
+      names: Names of weights and inputs, as the graph has them.
+      leaves: Contents of the weights and inputs.
     """
     pairs = enumerate(zip(names, leaves, strict=False))
     return {
@@ -47,8 +47,8 @@ class Namer:
     """Names for the operations of a section of a graph.
 
     Attributes:
-      stages: Name of the stage of each.
-      groups: Name of the group of each, unique in its stage for different groups.
+      stages: Name of each operation's stage.
+      groups: Name of each operation's group, unique in its stage for different groups.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Namer:
         """Finds the names.
 
         Args:
-          operations: Of the section.
-          moved: What moves in their graph.
-          names: Of weights.
-          section: What a stage without a name is called.
+          operations: Operations of the section.
+          moved: Bytes that their graph moves.
+          names: Names of weights, by their numbers.
+          section: Name of stages that have none.
           start: Position of the first operation in the graph.
           taken: Names of stages of other sections.
         """
@@ -91,32 +91,32 @@ class Namer:
 
     def _groups(self, operations: Sequence[Operation], weights: Sequence[str]) -> list[str]:
         names: list[str] = []
-        chain: list[int] = []
+        fused: list[int] = []
         for i, operation in enumerate(operations):
             inside = self._moved.regions[self._start + i] is not None
             own = self._own_name(operation, weights[i])
             if inside:
                 contracts = "scores, values" if own else "softmax"
                 own = "attention" if self._moved.fused else contracts
-            if own is None and chain and self.stages[chain[0]] != self.stages[i]:
-                self._close(chain, operations, names)
+            if own is None and fused and self.stages[fused[0]] != self.stages[i]:
+                self._close(fused, operations, names)
             if own is None:
-                chain.append(i)
+                fused.append(i)
                 names.append("")
             else:
-                self._close(chain, operations, names)
+                self._close(fused, operations, names)
                 names.append(own)
-        self._close(chain, operations, names)
+        self._close(fused, operations, names)
         return names
 
-    def _close(self, chain: list[int], operations: Sequence[Operation], names: list[str]) -> None:
-        name = _chain_name({operations[i].primitive for i in chain})
-        for i in chain:
+    def _close(self, fused: list[int], operations: Sequence[Operation], names: list[str]) -> None:
+        name = _fused_name({operations[i].primitive for i in fused})
+        for i in fused:
             names[i] = name
-        chain.clear()
+        fused.clear()
 
     def _own_name(self, operation: Operation, weight: str) -> str | None:
-        """The name of an operation that is no part of a chain."""
+        """The name of an operation that is not part of a fused group; None if it is."""
         if operation.primitive in UPDATES:
             cached = isinstance(a := operation.inputs[0], int) and (
                 self._moved.holds[a] == "kv_cache"
@@ -125,7 +125,7 @@ class Namer:
         if operation.primitive not in KERNELS:
             return None
         name = operation.params["name"] if operation.primitive == KERNEL else operation.primitive
-        # A product is called by its weight; a norm or attention, which may read some too, is not.
+        # A product is named by its weight; a norm or attention, which may read weights too, is not.
         is_product = operation.primitive in CONTRACTIONS or "gemm" in name
         return weight.rsplit(".", 1)[-1] if weight and is_product else name
 
@@ -140,7 +140,7 @@ def _stages(operations: Sequence[Operation], weights: Sequence[str], section: st
 
 
 def _first_different(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Of each path the part after what all have in common, or its last; empty for an empty one."""
+    """The part of each path after the common ones, or its last part; empty for an empty path."""
     known = [path for path in paths if path]
     levels = zip(*known, strict=False)
     common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
@@ -156,7 +156,7 @@ def _filled_backwards(keys: Iterable[str], section: str) -> list[str]:
 
 
 def _filled_forwards(keys: Sequence[str], section: str) -> list[str]:
-    """Operations without a name belong to the stage after them: a norm to what it feeds."""
+    """Operations without a name belong to the stage after them: a norm to the layer it feeds."""
     following = next((key for key in reversed(keys) if key), section)
     filled: list[str] = []
     for key in reversed(keys):
@@ -165,12 +165,12 @@ def _filled_forwards(keys: Sequence[str], section: str) -> list[str]:
     return filled[::-1]
 
 
-def _chain_name(primitives: set[str]) -> str:
-    return next((name for name, marks in _CHAINS if marks <= primitives), "elementwise")
+def _fused_name(primitives: set[str]) -> str:
+    return next((name for name, marks in _FUSED_NAMES if marks <= primitives), "elementwise")
 
 
 def _parts(name: str) -> list[str]:
-    """params['layers'][0]['norm'].value as layers, norm."""
+    """The words of a path: params['layers'][0]['norm'].value gives layers, norm."""
     path = name.removesuffix(".value")
     words = "".join(c if c.isalnum() or c == "_" else " " for c in path).split()
     parts = [word for word in words if not word.isdigit()]

@@ -1,9 +1,9 @@
-"""What a roofline is made of, as plain data: points, totals, memory, what was measured.
+"""The parts of a roofline as plain data: points, totals, memory, measurements.
 
-A point is a group of operations of one stage, over all repetitions of the layer it belongs to. What
-it takes is the longest of three: tensor cores, other arithmetic, memory; the longest names its
-class. Points are made from a traced model in `roofline`, and reports of them in `roofline_reports`;
-nothing here knows of a model.
+A point is a group of operations of one stage, over all repetitions of the layer it belongs to. Its
+seconds are the longest of three: tensor cores, other arithmetic, memory; the longest names its
+class. `report` makes points from a traced model, and `result` holds them; nothing here knows of a
+model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,20 +13,20 @@ from typing import Literal
 from pbjax.arguments import check_finite
 from pbjax.device import ResourceClass
 
-# What a group of operations is: a contraction with weights; attention, whose operands all depend on
-# the input; anything else.
+# The kind of a group of operations: a contraction with weights; attention, whose operands all
+# depend on the input; anything else.
 OperationKind = Literal["dense", "attention", "other"]
 Bound = Literal["compute", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes read from and written to device memory, by what they hold.
+    """Bytes read from and written to device memory, by their contents.
 
     Attributes:
-      weights: Parameters, and what is computed from parameters alone.
-      activations: Inputs, results of operations, outputs.
-      kv_cache: Keys and values kept between calls.
+      weights: Bytes of parameters, and of values computed from parameters alone.
+      activations: Bytes of inputs, results of operations and outputs.
+      kv_cache: Bytes of keys and values kept between calls.
     """
 
     weights: float = 0.0
@@ -43,7 +43,7 @@ class Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in _PARTS})
 
     def times(self, count: int | float) -> "Traffic":
-        """The bytes of doing it count times."""
+        """The bytes of doing it `count` times."""
         return self.scaled(weights=count, activations=count, kv_cache=count)
 
     def scaled(
@@ -67,17 +67,17 @@ class Point:
     Attributes:
       stage: Name of the stage.
       name: Name of the group, unique in its stage.
-      kind: What it is.
+      kind: Kind of the group.
       repeats: How often a call runs it: once for each layer.
-      operations: Operations of one repetition.
-      dtype: Of a contraction's operands; empty if it contracts nothing.
+      operations: Number of operations of one repetition.
+      dtype: Dtype of a contraction's operands; empty if it contracts nothing.
       flops: FLOPs, transcendental functions among them.
       traffic: Bytes moved.
       tensor_s: Seconds of tensor cores at their peak.
       cuda_s: Seconds of other arithmetic at its peak.
       memory_s: Seconds that the bytes take at peak bandwidth.
-      launch_s: What its kernels take beside their work: launches, and tiles that leave most of the
-        device idle; 0 by a datasheet.
+      launch_s: Seconds that its kernels take beside their work: launches, and tiles that leave most
+        of the device idle; 0 by a datasheet.
     """
 
     stage: str
@@ -95,12 +95,12 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """The longest of the three, which a kernel can overlap, and the launches."""
+        """The longest of the three times, which a kernel can overlap, plus launch_s."""
         return max(self.tensor_s, self.cuda_s, self.memory_s) + self.launch_s
 
     @property
     def resource(self) -> ResourceClass:
-        """What takes longest."""
+        """The resource that takes longest."""
         if self.memory_s >= max(self.tensor_s, self.cuda_s):
             return ResourceClass.MEMORY
         return ResourceClass.TENSOR if self.tensor_s >= self.cuda_s else ResourceClass.CUDA
@@ -111,7 +111,7 @@ class Total:
     """Points taken together: a stage, a kind, or a whole program.
 
     Attributes:
-      name: Of what they make up.
+      name: Name of the stage, kind or program.
       points: The points.
     """
 
@@ -141,7 +141,7 @@ class Total:
 
     @property
     def attainable_flops_per_s(self) -> float:
-        """The rate that its points can reach together."""
+        """The rate that all points together can reach."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
@@ -164,7 +164,7 @@ class Total:
         return max((point.repeats for point in self.points), default=0)
 
     def row(self) -> dict[str, object]:
-        """Its figures as JSON-compatible data."""
+        """The total as JSON-compatible data."""
         return {
             "name": self.name,
             "repeats": self.repeats,
@@ -183,11 +183,11 @@ class Memory:
     """Device memory that a call needs at its peak.
 
     Attributes:
-      weight_bytes: Parameters and captured arrays.
-      input_bytes: Inputs of the call, the KV cache apart.
-      kv_cache_bytes: The KV cache, updated in place.
-      temporary_bytes: Results of operations, those that are returned included, at the moment when
-        most are alive; what stays in a chain or a kernel does not count.
+      weight_bytes: Bytes of parameters and captured arrays.
+      input_bytes: Bytes of the call's inputs without the KV cache.
+      kv_cache_bytes: Bytes of the KV cache, which is updated in place.
+      temporary_bytes: Bytes of results of operations, outputs among them, when most are alive;
+        values that stay inside a kernel do not count.
     """
 
     weight_bytes: int
@@ -197,23 +197,23 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all four together."""
         return self.weight_bytes + self.input_bytes + self.kv_cache_bytes + self.temporary_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a program was measured to take.
+    """Measured seconds of one call.
 
     Attributes:
-      device_kind: Where.
-      seconds: Of a call, by the wall clock, many in a row.
-      stages: Device seconds of each stage in one call: the sum of its kernels.
-      kinds: Those of dense layers, attention and the rest.
-      other_s: Those of kernels that belong to no stage, such as copies.
-      calls: How many calls the stages are the mean of.
-      groups: Those of each group, by "stage/group". A kernel that a compiler made of several
-        belongs to one of them.
+      device_kind: Kind of the device.
+      seconds: Seconds of a call by the wall clock, many in a row.
+      stages: Device seconds of each stage: the sum of its kernels.
+      kinds: Device seconds of dense layers, attention and the rest.
+      other_s: Device seconds of kernels that belong to no stage, such as copies.
+      calls: How many calls the device seconds are the mean of.
+      groups: Device seconds of each group, by "stage/group". A kernel that a compiler made of
+        several groups belongs to one of them.
     """
 
     device_kind: str
@@ -228,12 +228,12 @@ class Measured:
         """Refuses seconds that no clock gives."""
         tables = {"stages": self.stages, "kinds": self.kinds, "groups": self.groups}
         each = {f"{name}[{key}]": s for name, table in tables.items() for key, s in table.items()}
-        figures = {"seconds": self.seconds, "other_s": self.other_s, **each}
-        check_finite("Measured", figures, "measure again")
+        seconds = {"seconds": self.seconds, "other_s": self.other_s, **each}
+        check_finite("Measured", seconds, "measure again")
 
     @property
     def device_s(self) -> float:
-        """Device seconds of a call: of all its kernels."""
+        """Device seconds of all kernels of a call."""
         return sum(self.stages.values()) + self.other_s
 
 

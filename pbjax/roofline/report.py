@@ -1,9 +1,9 @@
-"""What bounds a model on a device, from its traced operations alone: nothing is run or measured.
+"""The roofline of a model on a device, from its traced operations.
 
-Operations are grouped as they would run: each contraction by itself, attention as one where it is
-fused, and chains of everything between them. Groups belong to stages, the scopes that the model
-names, or else the modules whose weights they read. FLOPs come from `cost`, bytes from
-`roofline_traffic`, classes from the longest of three times.
+Operations are grouped as they would run: each contraction by itself, attention as one group where
+it is fused, and fused groups of everything between them. Groups belong to stages: the scopes that
+the model names, or else the modules whose weights they read. FLOPs come from `graph.cost`, bytes
+from `traffic`, classes from the longest of three times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,36 +55,36 @@ def roofline_report(
     measure: bool = False,
     turn: AbstractContextManager[object] | None = None,
 ) -> Roofline:
-    """Counts what a call costs and what bounds each part of it; shapes are enough, nothing runs.
+    """Counts the costs of a call and finds the bound of each part; shapes suffice, nothing runs.
 
     Args:
       model: An nnx or linen module, a method of one, or any callable; its arrays may be
         `jax.ShapeDtypeStruct`s.
       *inputs: Inputs of a call, or their shapes and dtypes.
-      device: Whose peaks bound it; or its kind, for the ceilings that it was measured to reach,
-        else the peaks of its datasheet.
-      variables: Of an unbound linen module.
-      weights: Which of the inputs hold parameters, where a function takes them as inputs.
-      cache: Which of the inputs hold a KV cache. It is taken to be updated in place.
+      device: The device whose peaks bound it; or its kind, for its measured ceilings, else the
+        peaks of its datasheet.
+      variables: Variables of an unbound linen module.
+      weights: Positions of inputs that hold parameters, where a function takes them as inputs.
+      cache: Positions of inputs that hold a KV cache, which is taken to be updated in place.
       attention: "fused" if two contractions with a softmax between them run as one kernel, whatever
         the model writes; "unfused" if the scores pass through memory.
-      name: Of the model, for the report; None takes that of its class or function.
-      phase: Name of what the call does, for the report.
+      name: Name of the model, for the report; None takes that of its class or function.
+      phase: Name of the phase, for the report.
       items: Rows of the batch, for the report; 0 if that means nothing.
       tokens: Tokens that the call takes in, for the report.
       cached: Tokens that a row's cache holds, for the report.
       measure: Also run the call on the first device of JAX, which `device` must be, and measure
         its stages. Weights and inputs must be arrays then; a KV cache among them is used up.
-      turn: With `measure`, entered once all is compiled, for as long as the device is measured: a
-        lock lets several processes compile side by side and measure one after the other.
+      turn: Context manager entered after the compilation, while the device is measured: a lock lets
+        several processes compile at the same time and measure one after the other.
 
     Returns:
       The report.
 
     Raises:
       DeviceError: Nothing is known about the device.
-      InputError: `weights` or `cache` name an input that is not there or the same one, or
-        `attention` is none of the two.
+      InputError: `weights` or `cache` name a missing input or one input twice, or `attention` is
+        unknown.
       InputTypeError: An argument has a wrong type.
       ModelError: The model cannot be traced on such inputs.
 
@@ -96,7 +96,7 @@ def roofline_report(
         _check_count(option, whole_number(f"roofline_report({option})", value))
     if turn is not None:
         check_type("roofline_report(turn)", turn, (AbstractContextManager,), "a context manager")
-    figures = calibrated(find_device(device)) if isinstance(device, str) else device
+    rated = calibrated(find_device(device)) if isinstance(device, str) else device
     fused = _is_fused(attention)
     weights = whole_numbers("roofline_report(weights)", weights)
     cache = whole_numbers("roofline_report(cache)", cache)
@@ -109,17 +109,17 @@ def roofline_report(
     except Exception as error:  # a user's model may raise anything
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(
-            f"roofline_report({seam.name}): cannot be traced: {reason}; a model must be a pure JAX "
-            "function of inputs of these shapes; correct the inputs, or what the message names"
+            f"roofline_report({seam.name}): cannot be traced: {reason}; a pure JAX function of "
+            "inputs of these shapes is allowed; correct the inputs, or the cause that is named"
         ) from error
     values = _arrays(seam.name, seam.params, inputs) if measure else []
     leaves = _leaves(graph, inputs, weights, cache)
-    counted = _Counter(device=figures, fuse_attention=fused)
+    counted = _Counter(device=rated, fuse_attention=fused)
     staged = counted.add(graph, leaves, leaf_names(graph.names, leaves), repeats=1)
     report = Roofline(
         model=name or seam.name,
         phase=phase,
-        device=figures,
+        device=rated,
         points=merged([p for p in counted.points if p.flops or p.traffic.total]),
         memory=_memory(graph, leaves, counted.temporary_bytes),
         attention="fused" if fused else "unfused",
@@ -131,7 +131,7 @@ def roofline_report(
     )
     if not measure:
         return report
-    _check_here(figures)
+    _check_here(rated)
     carried = _carried(graph, leaves)
     return replace(report, measured=measure_stages(staged, values, carried, turn or nullcontext()))
 
@@ -159,7 +159,7 @@ def _arrays(name: str, params: object, inputs: Sequence[object]) -> list[Array]:
 
 
 def _carried(graph: Graph, leaves: Sequence[Holds]) -> dict[int, int]:
-    """Outputs that are a cache of the inputs updated in place, by the number of the input."""
+    """Outputs that are an input's cache updated in place, by the number of the input."""
     roots = measure_traffic(graph, leaves, fuse_attention=True).roots
     found: dict[int, int] = {}
     for place, atom in enumerate(graph.outputs):
@@ -176,7 +176,7 @@ def _carried(graph: Graph, leaves: Sequence[Holds]) -> dict[int, int]:
 def _is_fused(attention: str) -> bool:
     if attention not in ("fused", "unfused"):
         raise InputError(
-            f"roofline_report(attention={attention!r}): no such choice; 'fused' and 'unfused' are "
+            f"roofline_report(attention={attention!r}): unknown; 'fused' and 'unfused' are "
             "allowed; choose one"
         )
     return attention == "fused"
@@ -194,9 +194,9 @@ def _check_places(weights: Sequence[int], cache: Sequence[int], num_inputs: int)
     places = (*weights, *cache)
     if len(set(places)) < len(places) or not set(places) <= set(range(num_inputs)):
         raise InputError(
-            f"roofline_report(weights={tuple(weights)}, cache={tuple(cache)}): not different "
-            f"inputs of these; there are {num_inputs}, counted from 0; name each that holds "
-            "parameters or a cache once"
+            f"roofline_report(weights={tuple(weights)}, cache={tuple(cache)}): a position is "
+            f"missing or given twice; there are {num_inputs} inputs, counted from 0; name each "
+            "that holds parameters or a cache once"
         )
 
 
@@ -226,7 +226,7 @@ def _memory(graph: Graph, leaves: Sequence[Holds], temporary_bytes: int) -> Memo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
-    """Operations of a graph from `start` on, and where their repetitions begin."""
+    """Operations of a graph from `start` to `stop`, and the positions where they repeat."""
 
     name: str
     start: int
@@ -270,10 +270,10 @@ class _Counter:
 
         Args:
           graph: The graph.
-          leaves: What its weights and inputs hold.
+          leaves: The contents of its weights and inputs.
           names: Names of weights, by their numbers.
           repeats: How often it runs.
-          section: What a stage without a name is called if nothing in the graph repeats.
+          section: Name of stages that have none, if nothing in the graph repeats.
 
         Returns:
           The graph with the stages of its operations.
@@ -285,7 +285,7 @@ class _Counter:
         if not graph.operations:
             return staged
         self.temporary_bytes += moved.temporary_bytes
-        # By the number of operations, not by their time: so it is the same at every size.
+        # Every operation counts the same: by their times the result would depend on the sizes.
         repetition = find_repetition(graph, [1.0] * len(graph.operations), graph)
         for part in _sections(graph, repetition, section):
             self._add_section(staged, part, labels, moved, names, repeats)
@@ -329,7 +329,7 @@ class _Counter:
                 compute_s *= attention_slowdown(operation, self._device)
             memory_s = traffic.total / bandwidth(self._device, kind)
             tiled_s = repeats * len(places) * product_s(operation, self._device)
-            # What attention was measured at has its softmax in it.
+            # The measured rate of attention includes its softmax.
             inside = moved.regions[section.start + i] is not None and self._fuse
             measured = inside and bool(self._device.attention_flops_per_s)
             launches = repeats * sum(moved.launches[place] for place in places)
@@ -346,7 +346,7 @@ class _Counter:
                 tensor_s=compute_s if tensor else 0.0,
                 cuda_s=0.0 if tensor or measured else compute_s,
                 memory_s=memory_s,
-                # The time by tiles was measured with the launch in it.
+                # The time by tiles includes the launch.
                 launch_s=max(launch_s, tiled_s - max(compute_s, memory_s)),
             )
             self.points.append(point)
@@ -371,7 +371,7 @@ def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) ->
     if not contracts:
         return "other"
     if operation.primitive not in CONTRACTIONS:
-        # A kernel as a whole: attention may read weights too, a table of positions or slopes.
+        # A whole kernel: attention may read weights too, such as a table of positions or slopes.
         name = operation.params["name"] if operation.primitive == KERNEL else operation.primitive
         if "attention" in name:
             return "attention"

@@ -18,21 +18,21 @@ _UNITS = f"{'stage and group':22}{'x':>3} {'':>9} {'MB':>8} {'MB':>8} {'MB':>8}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What a call of a model costs on a device, predicted from its traced operations.
+    """The costs of a call of a model on a device, predicted from its traced operations.
 
     Attributes:
       model: Name of the model.
       phase: "prefill", "decode" or "forward".
-      device: Whose peaks the seconds are for.
+      device: The device whose peaks give the seconds.
       points: Groups of operations in program order.
-      memory: What it needs of the device's memory.
+      memory: Device memory that the call needs.
       attention: "fused" if scores never reach memory, else "unfused".
       items: Rows of the batch; 0 if not known.
       tokens: Tokens that a call takes in; 0 if not known.
       cached: Tokens that a row's cache holds with the new ones; 0 without one, or if not known.
       unknown: Primitives whose cost is not known: they count by their bytes.
       exact: False if a loop's length or a branch is decided only when it runs.
-      measured: What it was measured to take; None if it was not.
+      measured: Measured seconds; None if it was not measured.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Roofline:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory."""
+        """Whether the device has enough memory."""
         return self.memory.peak_bytes <= self.device.memory_bytes
 
     def to_dict(self) -> dict[str, object]:
@@ -123,7 +123,7 @@ class Roofline:
         }
 
     def __str__(self) -> str:
-        """What it is of, a table of stages and groups, totals, memory."""
+        """A title, a table of stages and groups, totals, memory."""
         return "\n".join((_title(self), _table(self), summary_text(self)))
 
 
@@ -136,14 +136,14 @@ def _title(report: Roofline) -> str:
     if report.cached:
         sizes.append(f"{report.cached:,} cached a row")
     sized = f" ({', '.join(sizes)})" if sizes else ""
-    figures = (
+    rates = (
         f"predicted for {device.kind}: {_rate(device.contraction_flops_per_s(report.dtype))} of "
         f"tensor cores, {_rate(device.cuda_flops_per_s)} of others, "
         f"{device.memory_bytes_per_s / 1e12:.3g} TB/s, ridge point {report.ridge_point:.0f} "
         f"FLOP/byte ({device.source})"
     )
     head = f"{report.model}, {report.phase}{sized}, {report.dtype}, attention {report.attention}"
-    return "\n".join((head, *wrapped(figures)))
+    return "\n".join((head, *wrapped(rates)))
 
 
 def _table(report: Roofline) -> str:
@@ -157,7 +157,7 @@ def _table(report: Roofline) -> str:
     lines += ["-" * len(_HEAD), _row("total", report.total, whole, repeats="")]
     legend = (
         "class: what takes longest; MEMORY is bound by its bytes, TENSOR and CUDA by arithmetic",
-        "x: how often a call runs it; MB: moved, by what they hold; TFLOP/s: what is attainable",
+        "x: how often a call runs it; MB: bytes moved, by contents; TFLOP/s: the attainable rate",
     )
     return "\n".join([*lines, *legend])
 
@@ -176,7 +176,7 @@ def _row(name: str, total: Total, whole_s: float, repeats: str | None = None) ->
 
 
 def summary_text(report: Roofline) -> str:
-    """Totals, kinds, memory, and what the figures leave out."""
+    """Totals, kinds, memory, and what the prediction leaves out."""
     total, memory, device = report.total, report.memory, report.device
     peak = total.attainable_flops_per_s / device.contraction_flops_per_s(report.dtype)
     used = total.traffic.total / total.seconds / device.memory_bytes_per_s if total.seconds else 0.0

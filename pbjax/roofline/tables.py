@@ -1,4 +1,4 @@
-"""Batching study and what-if as tables of at most 100 columns. Computes nothing new."""
+"""Batching study and what-if as tables of at most 100 columns; computes nothing new."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _CURVE = (
     *("ms", "tokens/s", "dense FLOP/B", "TFLOP/s", "attention FLOP/B", "TFLOP/s", "memory"),
     "",
 )
-# The docstrings of `roofline_formulas` derive them.
+# tests/closed_forms.py derives them.
 _DENSE = "FLOP/B in closed form: a dense layer of k x n 2 r k n / (e (r k + k n + r n)), "
 _LETTERS = "; b rows, s tokens, width h, e bytes a number, G query heads for a key-value head"
 _CLOSED_FORMS = {
@@ -24,7 +24,7 @@ _CLOSED_FORMS = {
 
 
 def study_text(study: PhaseStudy, choice: SizeChoice, report: Roofline) -> str:
-    """A phase over batch and over length, with what is read off the curves.
+    """A phase over batch and over length, with conclusions from the curves.
 
     Args:
       study: The curves.
@@ -67,7 +67,7 @@ def _mark(point: SizePoint, choice: SizeChoice) -> str:
 def _conclusions(study: PhaseStudy, choice: SizeChoice, report: Roofline) -> str:
     other = choice.runner_up
     critical = (
-        f"dense layers meet the ridge point, {report.ridge_point:.0f} FLOP/byte, at "
+        f"dense layers reach the ridge point, {report.ridge_point:.0f} FLOP/byte, at "
         f"{_rows(study.critical_batch)}"
     )
     layers: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def _conclusions(study: PhaseStudy, choice: SizeChoice, report: Roofline) -> str
 
 
 def turn_text(points: Sequence[SizePoint], size: str, unit: str) -> str:
-    """Where a curve's plateau begins, and where it has left it for good."""
+    """Where a curve's plateau begins, and where it ends for good."""
     best = max(point.tokens_per_s for point in points)
     good = [i for i, p in enumerate(points) if p.tokens_per_s >= (1 - PLATEAU) * best]
     text = f"is within {PLATEAU:.0%} of its best from {getattr(points[good[0]], size):,} {unit}"
@@ -103,11 +103,11 @@ def _rows(rows: float) -> str:
 
 
 def what_if_text(report: Roofline, variants: Sequence[Variant]) -> str:
-    """What each change would make of a report.
+    """A report and its variants as a table.
 
     Args:
-      report: As it is.
-      variants: The changes.
+      report: The unchanged report.
+      variants: The changed reports.
     """
     rows = [
         (
@@ -133,10 +133,10 @@ def speculation_text(
     """Speculative decoding over the batch.
 
     Args:
-      found: By batch.
+      found: The predictions by batch.
       break_even: The largest batch up to which it gains; None if it always does.
       drafted: Tokens drafted each round.
-      acceptance: Probability that one is kept.
+      acceptance: Probability that a drafted token is kept.
     """
     rows = [(f"{s.batch_size:,}", s.draft_cost, s.verify_cost, f"{s.speedup:.2f}x") for s in found]
     title = (

@@ -1,7 +1,7 @@
-"""What the parts of a group take on a device: attention at its own rate, products by their weights.
+"""Seconds of attention, products and launches on a device.
 
-A datasheet has one rate for all contractions; measured ceilings tell attention from products, since
-no fused attention reaches what a large product does.
+A datasheet has one rate for all contractions; measured ceilings distinguish attention from
+products, since no fused attention reaches the rate of a large product.
 """
 
 import math
@@ -17,11 +17,11 @@ from pbjax.graph.trace import Operation
 from pbjax.planning.ceilings import ATTENTION_TOKENS
 from pbjax.roofline.points import OperationKind
 
-# Rows of queries, and of keys, that fused attention takes at once.
+# Rows of queries, and of keys, in a tile of fused attention.
 TILE = 128
 # A product of this size fills any device.
 LARGE = 8192
-# Kernels that join the parts of split caches: weights of the parts, their sum, its layout.
+# Kernels that join the parts of a split cache: weights of the parts, their sum, its layout.
 JOINING = 3
 _PRODUCTS = ("gemm", "gated_gemm", "normed_gemm", "gemm_for_norm")
 _ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
@@ -36,12 +36,12 @@ def bandwidth(device: Device, kind: OperationKind) -> float:
 def attention_slowdown(operation: Operation, device: Device) -> float:
     """Seconds of a contraction inside fused attention over those of a product at its peak.
 
-    A tile of queries goes through its tiles of keys one by one; before the first there is nothing
-    to overlap, nor behind the last, which costs about one tile more: few tiles reach a lower rate.
+    A tile of queries goes through its tiles of keys one by one. Nothing overlaps before the first
+    and after the last, which costs about one tile more: few tiles reach a lower rate.
 
     Args:
-      operation: A contraction between activations, or a kernel that is all of attention.
-      device: Whose rates count; without one for attention nothing is slower.
+      operation: A contraction between activations, or a kernel of a whole attention.
+      device: The device; without a rate of attention nothing is slower.
     """
     share, steps = _executed(operation)
     rates = device.attention_flops_per_s
@@ -55,15 +55,15 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
 
 
 def product_s(operation: Operation, device: Device) -> float:
-    """Seconds of a product kernel of ours by the tiles that it runs with; 0 for anything else.
+    """Seconds of a product kernel of ours by its tiles; 0 for anything else.
 
-    Few rows make few tiles, which leave most of the device idle however fast each of them is; where
-    that costs much, the product is left to XLA. The table that chooses tiles has rates of short
-    runs; where the device sustains less, all take longer.
+    Few rows make few tiles, which leave most of the device idle; where that costs much, the product
+    is left to XLA. The table that chooses tiles has rates of short runs; where the device sustains
+    less, all take longer.
 
     Args:
       operation: Any operation.
-      device: One with measured rates, or else nothing is known of tiles.
+      device: The device; the result is 0 unless it has measured rates.
     """
     if operation.primitive != KERNEL or operation.params["name"] not in _PRODUCTS:
         return 0.0
@@ -79,10 +79,10 @@ def product_s(operation: Operation, device: Device) -> float:
 
 
 def launches_s(operation: Operation, device: Device) -> float:
-    """What the launches of an operation take that is a kernel, or ends one.
+    """Seconds of the launches of an operation that is a kernel, or ends one.
 
-    Where a product is left to XLA, what follows it is a kernel of its own. XLA also joins the parts
-    where decode attention splits each cache.
+    Where a product is left to XLA, the operations after it are a kernel of their own. XLA also
+    joins the parts where decode attention splits each cache.
     """
     if operation.primitive != KERNEL:
         return device.launch_s
@@ -106,7 +106,7 @@ def _product(given: Mapping) -> tuple[int, int, int, bool]:
 
 
 def _xla_kernels(given: Mapping) -> int:
-    """Kernels that XLA makes of a product of ours: one a product, one of what follows."""
+    """Number of kernels that XLA makes of a product of ours and of the operations after it."""
     if given.get("w_gate") is not None:
         return 3
     following = ("bias", "activation", "residual", "row_scale")
@@ -128,7 +128,7 @@ def _tiled_s(m: int, n: int, k: int, gated: bool, heavy: bool, num_sms: int) -> 
 
 
 def _executed(operation: Operation) -> tuple[float, float]:
-    """What is computed of all scores, in tiles, and how many of keys a tile of queries meets.
+    """The computed share of all scores, and the tiles of keys that a tile of queries runs through.
 
     A causal kernel skips the tiles above the diagonal.
     """
@@ -151,7 +151,7 @@ def _tiles(tokens: int) -> int:
 
 
 def _sizes(operation: Operation) -> list[int]:
-    """The head's width of an attention, and its tokens where it is a contraction."""
+    """The width of an attention's head, and its numbers of tokens where it is a contraction."""
     query, key = (_shape(atom) for atom in operation.equation.invars[:2])
     if operation.primitive != "dot_general":
         return [query[-1]]

@@ -1,9 +1,9 @@
-"""Bytes that each operation of a graph moves, as a good compiler would run it, by what they hold.
+"""Bytes that each operation of a graph moves, as a good compiler would run it, by their contents.
 
-Operations between two kernels that depend on nothing slower than each other run as one chain: what
-passes between them never reaches memory. Reshapes, transpositions and broadcasts move nothing by
-themselves, and a value of twice the size of what it is made of is made again where it is read.
-Writes into a cache happen in place. How long the bytes take is decided in `roofline`.
+Operations with equally many kernels before them run as one fused group: values between them never
+reach memory. Reshapes, transpositions and broadcasts move nothing by themselves. A value of twice
+the size of its sources or more is made again where it is read. Caches are updated in place.
+`report` decides how long the bytes take.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from pbjax.graph.trace import Atom, Aval, Graph, Operation
 from pbjax.program.fused_costs import KERNELS
 from pbjax.roofline.points import Traffic
 
-# What a value holds; names of the fields of Traffic.
+# The contents of a value; names of the fields of Traffic.
 Holds = Literal["weights", "activations", "kv_cache"]
 
 CONTRACTIONS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general"))
@@ -35,27 +35,27 @@ _ALIASES = frozenset(
         *("squeeze", "stop_gradient", "transpose"),
     )
 )
-# Reading what a value is made of, and making it, pays where that is half of it or less: weights in
-# 8 bits, a broadcast; no more a row that is appended to many.
+# A value is made again where it is read if its sources are half of its size or less: weights in
+# 8 bits, a broadcast; but not a row that is appended to many.
 MADE_ANEW = 2
 _LOOK_UPS = frozenset(("dynamic_slice", "gather", "slice"))
-# What a cache goes through and stays a cache.
+# Operations whose result is still a cache if an operand is one.
 _KEEPS_CACHE = _ALIASES | _LOOK_UPS | {"concatenate", "convert_element_type", "pad", "select_n"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What moves when a graph runs.
+    """Bytes that a graph moves, and where.
 
     Attributes:
       traffic: Bytes of each operation.
-      regions: For each operation the number of the attention it is a part of, or None.
+      regions: The number of the attention that each operation is a part of, or None.
       fused: Whether an attention runs as one kernel.
-      roots: For each value those that are read from memory when it is needed; values without any
-        are made from nothing.
-      holds: What each value holds.
-      temporary_bytes: Results of operations that are in memory when most are.
-      launches: Whether a kernel ends with an operation.
+      roots: The values that are read from memory when each value is needed; none for a value that
+        is made from nothing.
+      holds: Contents of each value.
+      temporary_bytes: Bytes of results of operations in memory at the peak.
+      launches: Whether a kernel ends with each operation.
     """
 
     traffic: tuple[Traffic, ...]
@@ -68,16 +68,16 @@ class Moved:
 
 
 def measure_traffic(graph: Graph, leaves: Sequence[Holds], *, fuse_attention: bool) -> Moved:
-    """Counts what each operation moves.
+    """Counts the bytes that each operation moves.
 
     Args:
       graph: Any graph.
-      leaves: What its weights and inputs hold, in their order.
+      leaves: Contents of its weights and inputs, in their order.
       fuse_attention: Whether two contractions of activations with a softmax between them run as
         one kernel, whatever primitives they are made of.
 
     Returns:
-      One entry for each operation.
+      The bytes, with one entry for each operation.
     """
     values = _Values(graph, leaves)
     regions = _attention_regions(graph, values)
@@ -94,7 +94,7 @@ def measure_traffic(graph: Graph, leaves: Sequence[Holds], *, fuse_attention: bo
 
 
 class _Values:
-    """Where every value of a graph comes from, and how many kernels lie before it."""
+    """The origin of every value of a graph, and the number of kernels before it."""
 
     def __init__(self, graph: Graph, leaves: Sequence[Holds]):
         self.sizes = [nbytes(aval) for aval in graph.avals]
@@ -110,7 +110,7 @@ class _Values:
         return frozenset[int]().union(*(self.roots[a] for a in atoms if isinstance(a, int)))
 
     def level(self, operation: Operation) -> int:
-        """How many kernels its operands have behind them at most."""
+        """The most kernels before any of its operands."""
         return max((self.levels[a] for a in operation.inputs if isinstance(a, int)), default=0)
 
     def _add(self, position: int, operation: Operation) -> None:
@@ -154,7 +154,7 @@ def is_between_activations(operation: Operation, holds: Sequence[Holds]) -> bool
 
 
 def _attention_regions(graph: Graph, values: _Values) -> dict[int, int]:
-    """For each operation inside an attention, the position of the attention's last contraction."""
+    """The position of the attention's last contraction, by operation inside the attention."""
     producers = values.producers
     regions: dict[int, int] = {}
     for last, operation in enumerate(graph.operations):
@@ -185,7 +185,7 @@ def _attention_regions(graph: Graph, values: _Values) -> dict[int, int]:
 def _reached_from(
     firsts: set[int], positions: Sequence[int], graph: Graph, producers: Sequence[int | None]
 ) -> set[int]:
-    """Those of the positions that the results of the first ones flow into, these included."""
+    """The first positions, and those of the others that their results flow into."""
     reached = set(firsts)
     for position in positions:
         sources = (producers[a] for a in graph.operations[position].inputs if isinstance(a, int))
@@ -202,7 +202,7 @@ class _Lifetime:
 
 @dataclass(slots=True)
 class _Amounts:
-    """Bytes of one operation as they add up."""
+    """Bytes of one operation, summed by their contents."""
 
     parts: dict[Holds, float] = field(default_factory=dict)
 
@@ -211,7 +211,7 @@ class _Amounts:
 
 
 class _Charges:
-    """Who reads and writes which value in memory."""
+    """The bytes that each operation reads from memory and writes to it."""
 
     def __init__(self, graph: Graph, values: _Values, regions: Mapping[int, int]):
         self._graph, self._values = graph, values
@@ -222,7 +222,7 @@ class _Charges:
         self._ends = {unit: position for position, unit in enumerate(self._units)}
         self._last_read: dict[int, int] = {}
         for position, operation in enumerate(graph.operations):
-            # What is made where it is read, or is another name for it, reads nothing by itself.
+            # An operation whose result is made again where it is read, or is a view, reads nothing.
             own = any(value in values.roots[value] for value in operation.outputs)
             if own or operation.primitive in UPDATES:
                 self._read(position, operation)
@@ -234,9 +234,9 @@ class _Charges:
         self.traffic = [Traffic(**amounts.parts) for amounts in self._amounts]
 
     def launches(self) -> tuple[bool, ...]:
-        """Whether each operation is the last of a unit that writes, or writes in place by itself.
+        """Whether each operation is the last of a unit that writes, or an update in place.
 
-        A compiler puts what makes the entries into the kernel that writes them, but nothing else.
+        A compiler fuses into an update the operations that make its entries, but nothing else.
         """
         moving = {u for u, moved in zip(self._units, self.traffic, strict=True) if moved.total}
         positions = (self._values.producers[value] for value in self._stored)
@@ -247,7 +247,7 @@ class _Charges:
         )
 
     def temporary_bytes(self) -> int:
-        """The most that is alive at once of what operations have written."""
+        """The most bytes written by operations that are alive at once."""
         change = [0] * (len(self._graph.operations) + 2)
         for value, life in self._stored.items():
             change[life.birth] += self._values.sizes[value]
@@ -260,7 +260,7 @@ class _Charges:
             return "attention", regions[position]
         if operation.primitive in KERNELS and operation.primitive not in UPDATES:
             return "kernel", position
-        return "chain", self._values.level(operation)
+        return "fused", self._values.level(operation)
 
     def _read(self, position: int, operation: Operation) -> None:
         updates = operation.primitive in UPDATES
@@ -268,7 +268,7 @@ class _Charges:
             if not isinstance(atom, int):
                 continue
             for root in self._values.roots[atom]:
-                # A chain reads when it runs, which is not before its last operation.
+                # A fused group reads when it runs, which is not before its last operation.
                 last = max(self._ends[self._units[position]], self._last_read.get(root, 0))
                 self._last_read[root] = last
                 if root in self._stored:
@@ -299,7 +299,7 @@ class _Charges:
         self._amounts[position].add(self._values.holds[root], times * nbytes(aval))
 
     def _store(self, root: int) -> None:
-        """Has a value written by what makes it, if that is an operation."""
+        """Charges the write of a value to the operation that makes it, if there is one."""
         position = self._values.producers[root]
         if position is None or root in self._stored:
             return
@@ -313,7 +313,7 @@ class _Charges:
                 self._store(value)
 
     def _return(self, value: int) -> None:
-        """Keeps a result; one that is made again where it is read is written for once."""
+        """Keeps a result until the end; one that is made again where it is read is written too."""
         position, end = self._values.producers[value], len(self._graph.operations)
         roots = self._values.roots[value]
         made_anew = position is not None and self._values.is_cheaper_anew(roots, value)

@@ -1,7 +1,6 @@
-"""What would change if: fewer bits, more GPUs, a draft model. Arithmetic on a report, nothing else.
+"""The effect of fewer bits, more GPUs or a draft model, by arithmetic on a report.
 
-Every change here is made to the figures of a report, so it costs nothing to ask. What a change does
-to a model's outputs is not asked here.
+No model is changed or run; the effect on a model's outputs is not considered here.
 """
 
 import math
@@ -21,12 +20,12 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One answer.
+    """A changed report.
 
     Attributes:
-      name: What was asked.
-      report: What the call costs then, on each device.
-      note: What it takes for granted.
+      name: The change in words.
+      report: The report after the change, for each device.
+      note: The assumptions.
     """
 
     name: str
@@ -35,13 +34,13 @@ class Variant:
 
 
 def with_weight_bits(report: Roofline, bits: int, *, group: int | None = None) -> Variant:
-    """Weights of the repeated layers in fewer bits, made large again where they are read.
+    """Stores the weights of the repeated layers in fewer bits and widens them where they are read.
 
-    The arithmetic stays what it was. Embeddings and head keep their bits, as is usual.
+    The arithmetic does not change. Embeddings and head keep their bits, as is usual.
 
     Args:
-      report: Of a model with weights of 16 or 32 bits.
-      bits: Of a weight.
+      report: A report of a model with weights of 16 or 32 bits.
+      bits: Bits of a weight.
       group: How many weights share a scale of 16 bits; None = so many that scales do not count.
     """
     factor = (bits + (16 / group if group else 0)) / _bits(report)
@@ -57,10 +56,10 @@ def with_weight_bits(report: Roofline, bits: int, *, group: int | None = None) -
 
 
 def with_fp8(report: Roofline) -> Variant:
-    """Weights of the repeated layers in FP8, multiplied in FP8.
+    """Stores the weights of the repeated layers in FP8 and multiplies in FP8.
 
     Args:
-      report: Of a model with weights of 16 or 32 bits.
+      report: A report of a model with weights of 16 or 32 bits.
 
     Raises:
       InputError: The device's tensor cores take no FP8.
@@ -69,8 +68,8 @@ def with_fp8(report: Roofline) -> Variant:
     if FP8 not in device.tensor_flops_per_s:
         raise InputError(
             f"with_fp8({device.kind}): its tensor cores take "
-            f"{', '.join(sorted(device.tensor_flops_per_s))}; FP8 needs one of its own; ask for "
-            "weights of 8 bits instead"
+            f"{', '.join(sorted(device.tensor_flops_per_s))}; {FP8} is needed; ask for weights of "
+            "8 bits instead"
         )
     lighter = with_weight_bits(report, 8).report
     slower = device.contraction_flops_per_s(report.dtype) / device.contraction_flops_per_s(FP8)
@@ -85,11 +84,11 @@ def with_fp8(report: Roofline) -> Variant:
 
 
 def with_kv_bits(report: Roofline, bits: int, head_dim: int) -> Variant:
-    """The KV cache in fewer bits, with a scale of 16 bits for each head of each token.
+    """Stores the KV cache in fewer bits, with a scale of 16 bits for each head of each token.
 
     Args:
-      report: Of a call with a KV cache.
-      bits: Of a key's or value's number.
+      report: A report of a call with a KV cache.
+      bits: Bits of a number in the cache.
       head_dim: Numbers of a head.
 
     Raises:
@@ -97,7 +96,7 @@ def with_kv_bits(report: Roofline, bits: int, head_dim: int) -> Variant:
     """
     if not report.memory.kv_cache_bytes:
         raise InputError(
-            f"with_kv_bits({report.model}, {report.phase}): it has no KV cache; only prefill and "
+            f"with_kv_bits({report.model}, {report.phase}): the call has no KV cache; prefill and "
             "decode have one; ask for one of these phases"
         )
     factor = (bits + 16 / head_dim) / _bits(report)
@@ -111,18 +110,19 @@ def with_kv_bits(report: Roofline, bits: int, head_dim: int) -> Variant:
 
 
 def with_tensor_parallel(report: Roofline, degree: int, width: int, num_layers: int) -> Variant:
-    """The layers split over several devices, each with its share of heads and MLP.
+    """Splits the layers over several devices, each with its share of heads and MLP.
 
-    Two sums over devices a layer, after attention and after the MLP, of a row of h numbers for each
-    token. In a ring each device sends 2 (t - 1) / t of that, which does not overlap with the
-    layers; latency of a message is not counted. Norms and residuals are split over the tokens, so
-    that everything but the whole rows that enter and leave dense layers is divided by t.
+    Each layer has two sums over the devices, after attention and after the MLP, of a row of h
+    numbers for each token. In a ring each device sends 2 (t - 1) / t of that, which does not
+    overlap with the layers; latency of a message is not counted. Norms and residuals are split over
+    the tokens, so that everything is divided by t but the whole rows that enter and leave dense
+    layers.
 
     Args:
-      report: Of one device.
+      report: A report of one device.
       degree: t, the number of devices.
       width: h.
-      num_layers: How many layers.
+      num_layers: How many layers there are.
 
     Returns:
       The report of each of the devices.
@@ -177,7 +177,7 @@ def expected_tokens(acceptance: Number, num_drafted: int) -> float:
       num_drafted: g, tokens that the draft model makes each round.
 
     Raises:
-      InputError: A probability outside 0 .. 1, or nothing drafted.
+      InputError: The probability is outside 0 .. 1, or nothing is drafted.
 
     Source: Leviathan et al. 2023, equation 1.
     """
@@ -197,8 +197,8 @@ def speculative_speedup(
         (1 - a^(g + 1)) / ((1 - a) (g c + v))
 
     with c and v the seconds of a step of the draft model and of checking g + 1 tokens, over those
-    of a plain step. While a step is bound by memory v is 1, which is the theorem; once the batch
-    makes it compute-bound v tends to g + 1 and nothing is gained.
+    of a plain step. While a step is bound by memory v is 1, as in the theorem; once the batch makes
+    it compute-bound v tends to g + 1 and nothing is gained.
 
     Args:
       acceptance: a.
@@ -216,10 +216,10 @@ class Speculation:
     """Speculative decoding at one batch.
 
     Attributes:
-      batch_size: Rows.
+      batch_size: Rows of the batch.
       draft_cost: Seconds of a draft step over those of a plain one.
       verify_cost: Seconds of checking all drafted tokens over those of a plain step.
-      speedup: Over plain decoding.
+      speedup: Speed-up over plain decoding.
     """
 
     batch_size: int
@@ -237,15 +237,15 @@ def speculate(
     num_drafted: int,
     batches: Sequence[int],
 ) -> tuple[Speculation, ...]:
-    """Speculative decoding over the batch.
+    """Predicts speculative decoding over the batch.
 
     Args:
       plain_s: Seconds of a plain step of the model, by batch.
-      verify_s: Of a step with num_drafted + 1 tokens of each row.
-      draft_s: Of a step of the draft model.
+      verify_s: Seconds of a step with num_drafted + 1 tokens of each row, by batch.
+      draft_s: Seconds of a step of the draft model, by batch.
       acceptance: Probability that a drafted token is kept.
       num_drafted: Tokens drafted each round.
-      batches: Which batches.
+      batches: The batches.
     """
     found = []
     for rows in batches:
@@ -262,8 +262,8 @@ def break_even_batch(speedup: Callable[[int], float], largest: int) -> int | Non
     """The largest batch up to which speculative decoding always gains.
 
     Args:
-      speedup: By batch.
-      largest: Where to stop.
+      speedup: Speed-up by batch.
+      largest: The largest batch to look at.
 
     Returns:
       The batch before the first at which the speed-up falls below 1; 0 if it does from the start,
@@ -309,5 +309,5 @@ def _divided(point: Point, degree: int) -> Point:
 
 
 def _memory_s(point: Point, traffic: Traffic) -> float:
-    """Seconds of other bytes at the bandwidth that the point has, which products do not share."""
+    """Seconds of the bytes at the point's own bandwidth, which differs for products."""
     return point.memory_s * traffic.total / point.traffic.total if point.traffic.total else 0.0

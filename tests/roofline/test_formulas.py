@@ -7,19 +7,17 @@ import pytest
 
 from models.presets import find_shape
 from pbjax.device import find_device
-from pbjax.errors import MemoryBudgetError
-from pbjax.roofline.formulas import (
+from pbjax.roofline.points import Total
+from pbjax.roofline.report import roofline_report
+from tests.closed_forms import (
     critical_rows,
     decode_attention_intensity,
     dense_intensity,
     kv_cache_bytes,
-    largest_batch,
     output_projection_intensity,
     prefill_attention_intensity,
     unfused_attention_intensity,
 )
-from pbjax.roofline.points import Total
-from pbjax.roofline.report import roofline_report
 from tests.shapes import few_layers
 
 H200 = find_device("NVIDIA H200")
@@ -156,9 +154,3 @@ def test_kv_cache_is_what_the_model_keeps():
     lengths = 4 * 8
     found = counted("decode", 8, 512).memory.kv_cache_bytes
     assert found == kv_cache_bytes(*sizes, 8 * 512) + lengths
-
-
-def test_largest_batch_is_what_is_left_over_what_a_row_needs():
-    assert largest_batch(100.0, 40.0, 7.0) == 8
-    with pytest.raises(MemoryBudgetError, match="GB a row"):
-        largest_batch(100.0, 99.0, 7.0)
