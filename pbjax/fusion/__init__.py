@@ -1,4 +1,4 @@
-"""Kernels in place of what a program writes out: attention, norms, products with an epilogue."""
+"""Replaces parts of a traced program by kernels: attention, norms, products with an epilogue."""
 
 from pbjax.fusion.checking import verify as verify
 from pbjax.fusion.fusing import Fusion as Fusion

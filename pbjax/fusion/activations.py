@@ -1,7 +1,7 @@
-"""Activations, known by their values and not by how they are written.
+"""Recognises activations by their values, however they are written.
 
-Whatever makes one value from another by elementwise operations is run on a grid of numbers and
-compared with what the kernels have.
+The elementwise operations between two values run on a grid of numbers; the result is compared with
+the activations of the kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from pallas_kernels.gemm.reference import activate
 from pbjax.fusion.reading import Reading
 from pbjax.graph.trace import Atom, Operation
 
-# The longest way of writing an activation that is followed; jax.nn.gelu takes 9 operations.
+# The most operations of an activation; jax.nn.gelu takes 9.
 MAX_STEPS = 24
-# Where activations are compared: they differ from one another between -4 and 4, and from what has
-# been clipped, at 6, 10 or 20 as users do, further out. exp(80) is finite in f32.
+# Activations are compared on this grid: they differ from one another between -4 and 4, and from
+# clipped ones, at 6, 10 or 20 as is usual, further out. exp(80) is finite in f32.
 GRID = np.unique(np.r_[-80.0:80.0:161j, -8.0:8.0:257j].astype(np.float32))
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "silu", "gelu", "gelu_tanh", "sigmoid")
 
@@ -31,7 +31,7 @@ ELEMENTWISE = _ARITHMETIC | _FUNCTIONS | _POWERS | _CHOICES | _SAME
 
 
 def cones(reading: Reading, value: Atom) -> Iterator[tuple[Atom, tuple[Operation, ...]]]:
-    """Yields (u, operations) for every u of which the value is an elementwise function, and itself.
+    """Yields (u, operations) for every value u of which the given one is an elementwise function.
 
     The nearest u come first; last comes the value itself, without operations.
     """
@@ -56,8 +56,8 @@ def cones(reading: Reading, value: Atom) -> Iterator[tuple[Atom, tuple[Operation
 def recognised(reading: Reading, steps: Sequence[Operation]) -> Activation | None:
     """The activation that a cone's operations compute, if the kernels have it.
 
-    They are run in f32 whatever their dtype: in bfloat16 several activations could not be told
-    apart. What a narrow dtype leaves behind is that its constants are rounded.
+    They run in f32 whatever their dtype: bfloat16 cannot distinguish several activations. The
+    constants of a narrow dtype stay rounded.
     """
     written = {v for operation in steps for v in operation.outputs}
     read = [a for o in steps for a in o.inputs if isinstance(a, int) and a not in written]

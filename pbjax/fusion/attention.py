@@ -1,9 +1,9 @@
 """Attention: the product of a softmax with values, whose scores are a product of queries and keys.
 
-Read backwards from the result: out = weights v, weights = exp(z) / sum(exp(z)), z = a sum of one
-product q k^T, which may be capped by a tanh, and of biases, with masks anywhere between. Whatever
-all keys of a query share is dropped: a softmax does not see it; the maximum that is subtracted is
-of that kind. How the operands are handed to the kernel is in `heads`.
+It is read backwards from the result: out = weights v, weights = exp(z) / sum(exp(z)), z = a sum of
+one product q k^T, which may be capped by a tanh, and of biases, with masks anywhere between. Terms
+that all keys of a query share, such as the subtracted maximum, are dropped: they do not change a
+softmax. `heads` hands the operands to the kernel.
 """
 
 import math
@@ -17,13 +17,13 @@ from pbjax.fusion.reading import Reading
 from pbjax.fusion.rewriting import Match, Mismatch
 from pbjax.graph.trace import Atom
 
-# So many operations may lie between the scores and what is done to them, to say what it is.
+# The most operations between the product and the softmax that a near miss is reported for.
 NEAR = 6
 
 
 @dataclass(slots=True)
 class Scores:
-    """What a softmax is of: products, biases and masks."""
+    """The arguments of a softmax: products and biases, and masks."""
 
     terms: list[Term] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
@@ -43,7 +43,7 @@ def find_attention(reading: Reading, value: int) -> Match | None:
     """Matches a value that is attention's result, or a transposition or reshape of it.
 
     Raises:
-      Mismatch: It is attention, but not one that the kernel computes.
+      Mismatch: It is an attention that the kernel does not compute.
     """
     axes = Axes(reading)
     layout = axes.label(reading.shape(value))
@@ -105,7 +105,7 @@ def _softmax(axes: Axes, weights: Atom, layout: Layout) -> _Softmax | None:
 
 
 def _collect(axes, atom: Atom, layout: Layout, factor: float, keys: Axis, scores: Scores) -> None:
-    """Adds the terms and masks of factor * atom, but for what all keys of a query share."""
+    """Adds the terms and masks of factor * atom, without those that all keys of a query share."""
     reading = axes.reading
     shared = reading.scalar(atom) is not None
     atom, layout = axes.pull(atom, axes.current(layout), narrowing=True)
@@ -142,7 +142,7 @@ def _collect(axes, atom: Atom, layout: Layout, factor: float, keys: Axis, scores
 def _uncapped(axes: Axes, atom: Atom, layout: Layout, cap: float) -> Term | None:
     """The product of queries and keys in cap * tanh(factor / cap * product), and nothing else.
 
-    A tanh sees what a softmax does not: all that is added to the scores of a query.
+    Terms that all keys of a query share change a tanh, unlike a softmax.
     """
     inner, by = _unscaled(axes, atom, axes.aligned(layout, atom), narrowing=True)
     if not _is_product(axes.reading, inner.value):
@@ -151,7 +151,7 @@ def _uncapped(axes: Axes, atom: Atom, layout: Layout, cap: float) -> Term | None
 
 
 def _hidden_case(numbers: Sequence[float | None], factor: float) -> int | None:
-    """Which case of a select hides a key, if one does."""
+    """The case of a select that hides a key; None if none does."""
     cases = numbers[1:] if len(numbers) == 3 else ()
     for case, number in enumerate(cases):
         if number is not None and number * factor <= NEVER:
@@ -163,7 +163,7 @@ def _product(reading: Reading, scores: Scores) -> Term | None:
     """The term that is the product of queries and keys.
 
     Raises:
-      Mismatch: There is one, but something is done to it that is neither scale, bias nor mask.
+      Mismatch: There is one, but with an operation after it that is no scale, bias or mask.
     """
     for term in scores.terms:
         if _is_product(reading, term.value):
@@ -194,7 +194,7 @@ def _is_near_product(reading: Reading, atom: Atom) -> bool:
 
 
 def _is_data(reading: Reading, atom: Atom) -> bool:
-    """Whether scores may have come this way: no weight, no number such as a cap, no mask."""
+    """Whether a value may be scores: no weight, no number such as a cap, no mask."""
     return reading.is_float(atom) and not reading.is_weight(atom) and reading.scalar(atom) is None
 
 
@@ -216,7 +216,7 @@ def _queries_and_keys(axes: Axes, product: Term, keys: Axis) -> tuple[Side, Side
     """Queries and keys before they were scaled, and the scale.
 
     Raises:
-      Mismatch: The scale is no positive number.
+      Mismatch: The scale is not a positive number.
     """
     operation = axes.reading.operation(product.value)
     sides = list(zip(operation.inputs, contract(axes, operation, product.layout), strict=True))

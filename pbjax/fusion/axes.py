@@ -1,8 +1,8 @@
-"""Axes with names: where each axis of a value goes through transpositions, reshapes, broadcasts.
+"""Labelled axes: follows each axis of a value through transpositions, reshapes and broadcasts.
 
 An axis is a tuple of labels, major first; one of size one has none. A reshape that cuts an axis in
-two cuts its label, for every value that bears it. So the operands of a kernel can be followed back
-through whatever a program does to their axes, and brought into the order the kernel wants.
+two cuts its label, for every value that has it. So the operands of a kernel can be followed back
+through all operations on their axes, and arranged in the kernel's order.
 """
 
 import math
@@ -24,10 +24,10 @@ def labels_of(layout: Iterable[Axis]) -> Axis:
 
 
 class Axes:
-    """The labels of one match: their sizes, and which have been cut into which."""
+    """The labels of one match, their sizes, and the parts of those that were cut."""
 
     def __init__(self, reading: Reading):
-        """Begins without labels."""
+        """Starts without labels."""
         self.reading = reading
         self._sizes: dict[int, int] = {}
         self._parts: dict[int, tuple[int, ...]] = {}
@@ -60,7 +60,7 @@ class Axes:
         return tuple(map(self.cut, layout))
 
     def siblings(self, a: int, b: int) -> bool:
-        """Whether two labels are parts of one that a reshape has cut."""
+        """Whether two labels are parts of a label that a reshape has cut."""
         return any({a, b} <= set(self.cut(parts)) for parts in self._parts.values())
 
     def regroup(self, layout: Layout, shape: Sequence[int]) -> Layout | None:
@@ -77,7 +77,7 @@ class Axes:
         return None if labels else tuple(axes)
 
     def _fits(self, labels: list[int], missing: int) -> bool:
-        """Whether the last label, cut if it must be, divides what is missing of an axis."""
+        """Whether the last label, cut if need be, divides the missing size of an axis."""
         size = self._sizes[labels[-1]]
         if missing % size == 0:
             return True
@@ -90,7 +90,7 @@ class Axes:
         return True
 
     def aligned(self, layout: Layout, atom: Atom) -> Layout:
-        """The layout of an operand of an elementwise operation whose result has this one."""
+        """The layout of an operand of an elementwise operation, from that of its result."""
         shape = self.reading.shape(atom)
         if not shape:
             return ()
@@ -102,10 +102,10 @@ class Axes:
         Args:
           atom: The value.
           layout: Its layout.
-          narrowing: Also through casts to a narrower float.
+          narrowing: Whether to follow it through casts to a narrower float, too.
 
         Returns:
-          What the views are of, and its layout; axes that were broadcast are gone from it.
+          The value and its layout, without the axes that were broadcast.
         """
         reading = self.reading
         while True:
@@ -140,7 +140,7 @@ class Axes:
                 return None
 
     def arrange(self, x: jax.Array, layout: Layout, wanted: Layout) -> jax.Array:
-        """Brings an array from one layout to another; labels it lacks are broadcast."""
+        """Brings an array from one layout to another; missing labels are broadcast."""
         layout, wanted = self.current(layout), self.current(wanted)
         if layout == wanted:
             return x

@@ -1,4 +1,4 @@
-"""Each match against what it replaces, on random operands, by the one tolerance rule."""
+"""Compares each match with the operations it replaces, on random operands."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +23,11 @@ def verify(fusion: Fusion, *, seed: int = 0) -> None:
     """Runs each match and the operations it replaces on the same random operands.
 
     Matches of equal operations, such as those of equal layers, are verified once. The kernels run
-    if the device has them, else their meaning in plain JAX.
+    if the device has them, else their plain JAX code. The tolerance is that of `assert_close`.
 
     Args:
-      fusion: What `fuse` found.
-      seed: Of the operands.
+      fusion: A result of `fuse`.
+      seed: Seed of the operands.
 
     Raises:
       FusionError: Results differ by more than their dtype allows.
@@ -36,7 +36,7 @@ def verify(fusion: Fusion, *, seed: int = 0) -> None:
         _Check.of(graph, found, seed=seed + number)
         for number, (graph, found) in enumerate(_unlike(fusion))
     ]
-    with ThreadPoolExecutor() as pool:  # Compiling leaves Python free for the next.
+    with ThreadPoolExecutor() as pool:  # Compilation runs without Python's lock.
         programs = list(pool.map(_Check.compile, checks))
     for check, (kernel, plain) in zip(checks, programs, strict=True):
         _compare(check, kernel(*check.operands), plain(*check.operands))
@@ -52,7 +52,7 @@ def _unlike(fusion: Fusion) -> Iterator[tuple[Graph, Match]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Check:
-    """A match, random operands, and both of what computes its results."""
+    """A match, random operands, and the two programs that compute its results."""
 
     graph: Graph
     found: Match
@@ -121,7 +121,7 @@ def _written(operations: Sequence[Operation]) -> list[int]:
 def _drawn(rng: np.random.Generator, aval: Aval, operand: Operand) -> Array:
     if aval.dtype == bool:
         mask = rng.integers(0, 2, aval.shape).astype(bool)
-        mask[..., :1] = True  # no query without a key: of such a one nothing is promised
+        mask[..., :1] = True  # every query sees a key: results without one are undefined
         return jnp.asarray(mask)
     if jnp.issubdtype(aval.dtype, jnp.integer):
         return jnp.asarray(rng.integers(1, int(operand.spread) + 1, aval.shape), aval.dtype)
@@ -148,6 +148,6 @@ def _longest_sum(graph: Graph, operations: Sequence[Operation]) -> int:
 
 
 def _rounds_to(dtype: np.dtype) -> np.dtype:
-    """What a product rounds its operands to: on a GPU float32 means TF32, 10 bits as in f16."""
+    """The dtype to which a product rounds: on a GPU float32 means TF32, 10 bits as in f16."""
     on_tensor_cores = jax.default_backend() == "gpu" and dtype == np.float32
     return np.dtype(np.float16) if on_tensor_cores else dtype

@@ -1,4 +1,4 @@
-"""Constants with their axes by label: masks and biases that no input enters, computed.
+"""Constants with labelled axes: masks and biases that depend on no input, computed.
 
 An axis along which a constant was broadcast is not computed, so that a mask costs the same to read
 whatever the batch size.
@@ -26,7 +26,7 @@ class Known(NamedTuple):
     labels: Axis
 
     def over(self, labels: Axis) -> np.ndarray | None:
-        """The array with its dimensions in an order, those it lacks of size one.
+        """The array with its dimensions in the given order, missing ones of size one.
 
         None if it has other labels.
         """
@@ -37,7 +37,7 @@ class Known(NamedTuple):
         return self.array.transpose(order).reshape([sizes.get(label, 1) for label in labels])
 
     def varying(self) -> "Known":
-        """Without the dimensions along which it is the same."""
+        """The constant without the dimensions along which it does not vary."""
         array, labels = self.array, list(self.labels)
         for axis in reversed(range(array.ndim)):
             first = array.take([0], axis)

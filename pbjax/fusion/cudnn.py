@@ -1,4 +1,4 @@
-"""Attention that a program asks cuDNN for: one primitive, everything in its parameters."""
+"""Attention by cuDNN: one primitive with everything in its parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from pbjax.graph.trace import Atom
 
 PRIMITIVE = "dot_product_attention_fwd_wrapper"
 
-# Parameters as jax/_src/cudnn/fused_attention_stablehlo.py has them.
+# Parameter values of jax/_src/cudnn/fused_attention_stablehlo.py.
 _BTNH = 0
 _MASKS = ("NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL")
 
@@ -19,7 +19,7 @@ def find_cudnn_attention(reading: Reading, value: int) -> Match | None:
     """Matches a value that is the result of cuDNN's attention.
 
     Raises:
-      Mismatch: It asks for what the kernel does not have: dropout, packed segments, pages.
+      Mismatch: It uses dropout, packed segments or pages, which the kernel does not have.
     """
     operation = reading.maker(value)
     if operation is None or operation.primitive != PRIMITIVE:

@@ -1,4 +1,4 @@
-"""The pass itself: patterns over a graph, in order; what was found, and what was nearly found."""
+"""The fusion pass: tries each pattern on a graph in order, and keeps matches and near misses."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -20,15 +20,15 @@ from pbjax.graph.trace import Atom, Graph, describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """A graph with kernels in it, and what became of it.
+    """A graph with kernels in it, and the matches that put them there.
 
     Attributes:
       source: The graph as it was traced.
-      graph: Computes the same.
-      matches: What was replaced, in program order.
-      misses: What looked like a pattern and was left alone.
-      left_out: What would have been replaced, but was to be left as it is.
-      loops: The same of the body of each scan.
+      graph: The graph with kernels; it computes the same.
+      matches: The replaced parts, in program order.
+      misses: Parts that looked like a pattern and were left alone.
+      left_out: Matches that the caller asked to leave out.
+      loops: The fusion of the body of each scan.
     """
 
     source: Graph
@@ -40,21 +40,21 @@ class Fusion:
 
 
 def fuse(graph: Graph, patterns: Patterns | Selection = "all") -> Fusion:
-    """Replaces what kernels can compute by these kernels.
+    """Replaces the parts of a graph that kernels can compute.
 
-    What is found depends on the graph's structure alone, so that graphs of one function at several
+    The matches depend on the graph's structure alone, so that graphs of one function at several
     batch sizes are rewritten alike.
 
     Args:
-      graph: A function, traced for a Hopper GPU as this call must be too: for any other device
-        kernels are their plain form.
-      patterns: See `selection_of`; "auto" is as "all" here.
+      graph: A function traced for a Hopper GPU; `fuse` must be called in the same setting, since
+        kernels are plain JAX code on any other device.
+      patterns: See `selection_of`; "auto" means "all" here.
 
     Returns:
       The rewritten graph with matches and misses.
 
     Raises:
-      InputError: There is no such pattern or match.
+      InputError: A pattern or match is unknown.
     """
     selection = selection_of(patterns)
     found = _found(graph, selection.patterns, frozenset())
@@ -62,7 +62,7 @@ def fuse(graph: Graph, patterns: Patterns | Selection = "all") -> Fusion:
     unknown = sorted(selection.without - names)
     if unknown:
         raise InputError(
-            f"fuse=-{unknown[0]}: no match of that name; there are "
+            f"fuse=-{unknown[0]}: no match of that name; matches are "
             f"{', '.join(sorted(names)) or 'none'}; name one of these, as report() lists them"
         )
     return _rewritten(found, selection.without)
@@ -70,7 +70,7 @@ def fuse(graph: Graph, patterns: Patterns | Selection = "all") -> Fusion:
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What a graph holds, and the body of each of its scans by the position of the scan."""
+    """The matches of a graph, and those of the body of each scan by the position of the scan."""
 
     graph: Graph
     matches: list[Match]
@@ -95,7 +95,7 @@ def _found(graph: Graph, enabled: frozenset[str], held: frozenset[int]) -> _Foun
     for index, operation in enumerate(graph.operations if enabled else ()):
         if operation.primitive == "scan":
             body, weights = body_of(operation, reading.weights)
-            # Weights that are joined in a loop would be joined at every step.
+            # Weights joined in a loop would be joined at every step.
             found.loops[index] = _found(body, enabled - {"qkv"}, weights)
     return found
 
@@ -134,7 +134,7 @@ def _rewritten(found: _Found, without: Collection[str]) -> Fusion:
 
 
 class _Search:
-    """What has been matched so far; later patterns take what earlier ones have left."""
+    """The matches so far; later patterns see the operations that earlier ones have left."""
 
     def __init__(self, reading: Reading):
         self.reading = reading
@@ -163,7 +163,7 @@ class _Search:
                 found = find(self.reading, value)
             except Mismatch as mismatch:
                 pattern, where = mismatch.pattern or name, describe(operations[index])
-                # Of a view, what it is a view of says it again.
+                # A view repeats the mismatch of the value that it shows.
                 if pattern not in enabled or self.reading.is_view(value):
                     continue
                 miss = Miss(pattern=pattern, where=where, reason=str(mismatch))
@@ -174,15 +174,15 @@ class _Search:
             self._take(found)
 
     def _fits(self, value: int) -> bool:
-        """Whether kernels have results of this kind: floats, and some of them."""
+        """Whether a kernel could give such a value: a non-empty array of floats."""
         return self.reading.is_float(value) and 0 not in self.reading.shape(value)
 
     def join(self) -> None:
-        """Joins what is left of products of one input.
+        """Joins the remaining products of one input.
 
-        But for products that attention alone reads: a kernel reads whole arrays, and to cut them
-        out of a joined product takes what joining saves. A rotation in between makes that pass
-        anyway.
+        Products that only attention reads stay apart: a kernel reads whole arrays, and cutting them
+        out of a joined product costs as much as joining saves. With a rotation in between, that
+        pass is made anyway.
         """
         attended = {
             self._seen_whole(read.value)
@@ -195,13 +195,13 @@ class _Search:
                 self._take(found)
 
     def _seen_whole(self, value: Atom) -> Atom:
-        """What a value is a view of."""
+        """The value that a view shows."""
         while self.reading.primitive(value) in VIEWS:
             (value,) = self.reading.operation(value).inputs
         return value
 
     def _take(self, found: Match) -> None:
-        """Notes a match and what nobody reads any more, such as queries that were scaled before."""
+        """Takes a match, and operations that nothing reads any more, such as scaled queries."""
         self.matches.append(found)
         self._taken |= found.replaced | {self.reading.makers[v] for v in found.outputs}
         for index in reversed(found.operations):
@@ -211,5 +211,5 @@ class _Search:
                 self._taken.add(index)
 
     def misses(self) -> tuple[Miss, ...]:
-        """What was nearly found, but for what another match has taken since."""
+        """The near misses, without those that another match has taken since."""
         return tuple(miss for miss, anchors in self._missed if not anchors & self._taken)

@@ -1,6 +1,6 @@
-"""Products with a weight and what follows them: bias, activation, scale, residual; gated pairs.
+"""Products with a weight and their epilogues: bias, activation, scale, residual; gated pairs.
 
-Read backwards from the result, each step may be absent:
+They are read backwards from the result, where each step may be absent:
 residual + scale * activation(x @ w + bias).
 """
 
@@ -23,14 +23,14 @@ class Linear:
     """x @ w + bias, with the layouts of all of them in the labels of one match.
 
     Attributes:
-      x: Input, and its layout.
-      w: Weight, and its layout.
-      bias: None, or bias and layout.
+      x: Input and its layout.
+      w: Weight and its layout.
+      bias: Bias and its layout; None without one.
       over: The labels that are summed.
       columns: The labels of the output features.
       rows: The axes of x that remain.
       dot: Position of the product.
-      part: First and last but one of the output features that are meant; None for all.
+      part: Start and stop of the output features that are used; None for all.
     """
 
     x: tuple[Atom, Layout]
@@ -44,16 +44,16 @@ class Linear:
 
 
 def find_gemm(reading: Reading, value: int, *, with_epilogue: bool) -> Match | None:
-    """Matches a value that is a product with a weight and at least one step that follows it.
+    """Matches a value that is a product with a weight and at least one step after it.
 
     Args:
       reading: The graph.
-      value: What may be the result.
-      with_epilogue: Whether an activation, a scale or a residual must follow, or nothing but a bias
+      value: The possible result.
+      with_epilogue: True if an activation, a scale or a residual must follow; False if only a bias
         may.
 
     Raises:
-      Mismatch: It is one, but what lies between is read elsewhere.
+      Mismatch: It is one, but a value in between is read elsewhere.
     """
     axes = Axes(reading)
     layout = axes.label(reading.shape(value))
@@ -72,24 +72,24 @@ def find_gemm(reading: Reading, value: int, *, with_epilogue: bool) -> Match | N
 
 
 def _is_like(reading: Reading, residual: tuple[Atom, Layout] | None, linear: Linear) -> bool:
-    """Whether the residual is of the dtype in which the kernel takes it."""
+    """Whether the residual has the dtype that the kernel takes."""
     return residual is None or reading.dtype(residual[0]) == reading.dtype(linear.x[0])
 
 
 def _residuals(reading, axes, value, layout):
-    """What may be the product, its layout, and what is added to it, if anything is."""
+    """Yields the possible product, its layout, and the residual added to it; None without one."""
     core, at = axes.pull(value, layout, narrowing=True)
     operation = reading.maker(core)
     if operation is not None and operation.primitive in ("add", "add_any"):
         for product, residual in (operation.inputs[::-1], operation.inputs):
-            whole = reading.shape(product) == reading.shape(residual) == reading.shape(core)
-            if whole and not reading.is_weight(residual) and not reading.is_weight(product):
+            alike = reading.shape(product) == reading.shape(residual) == reading.shape(core)
+            if alike and not reading.is_weight(residual) and not reading.is_weight(product):
                 yield product, at, axes.pull(residual, at)
     yield core, at, None
 
 
 def _scales(reading, axes, atom: Atom, at: Layout) -> Iterator[tuple[Atom, Layout, float]]:
-    """The value by itself, and what it is a multiple of, with the factor."""
+    """Yields the value with factor 1, and the value that it is a multiple of with that factor."""
     yield atom, at, 1.0
     atom, at = axes.pull(atom, at, narrowing=True)
     name = reading.primitive(atom)
@@ -149,7 +149,7 @@ def _dot(axes: Axes, value: Atom, at: Layout, bias) -> Linear | None:
 
 
 def _narrowed(axes: Axes, *sides: tuple[Atom, Layout]) -> list[tuple[Atom, Layout]]:
-    """Both operands before casts to a wider float, if both were cast from one dtype."""
+    """Both operands before casts to a wider float, if both were cast from the same dtype."""
     before = [axes.reading.uncast(atom, widened=True) for atom, _ in sides]
     if len({axes.reading.dtype(atom) for atom in before}) > 1:
         return list(sides)
@@ -157,19 +157,19 @@ def _narrowed(axes: Axes, *sides: tuple[Atom, Layout]) -> list[tuple[Atom, Layou
 
 
 def _is_exact(precision) -> bool:
-    """Whether more is asked of the product than Tensor Cores give by default."""
+    """Whether the product must be more precise than Tensor Cores are by default."""
     asked = precision if isinstance(precision, tuple) else (precision,)
     return any(p not in (None, jax.lax.Precision.DEFAULT) for p in asked)
 
 
 def product_operands(axes: Axes, linear: Linear) -> list[Operand]:
-    """Input and weight, drawn such that their product is of size one."""
+    """Input and weight, with spreads that give their product a spread of one."""
     size = axes.size(axes.cut(linear.over))
     return [operand(linear.x[0]), operand(linear.w[0], size**-0.5)]
 
 
 def weight_of(axes: Axes, linear: Linear, w: jax.Array) -> jax.Array:
-    """The weight as (K, N), as the kernels take it."""
+    """The weight in the kernels' layout (K, N)."""
     if linear.part is None:
         return axes.arrange(w, linear.w[1], (linear.over, linear.columns))
     rest = tuple(i for i in labels_of(axes.current(linear.w[1])) if i not in axes.cut(linear.over))
@@ -212,7 +212,7 @@ def find_gated(reading: Reading, value: int) -> Match | None:
     """Matches activation(x @ w_gate) * (x @ w).
 
     Raises:
-      Mismatch: It is such a pair, but with biases, or read elsewhere in between.
+      Mismatch: It is such a pair, but it has biases, or a value in between is read elsewhere.
     """
     axes = Axes(reading)
     layout = axes.label(reading.shape(value))
@@ -238,7 +238,7 @@ def find_gated(reading: Reading, value: int) -> Match | None:
 
 
 def _half(axes: Axes, value: Atom, at: Layout) -> Linear | None:
-    """One side of a gated pair: a product, or the part of a wider one that a model has cut out."""
+    """One side of a gated pair: a product, or a part that the model cuts out of a wider one."""
     linear = find_linear(axes, value, at)
     if linear is not None:
         return linear
@@ -246,34 +246,34 @@ def _half(axes: Axes, value: Atom, at: Layout) -> Linear | None:
     cut = _cut_of(axes.reading, core)
     if cut is None:
         return None
-    whole, axis, part = cut
-    wide = axes.new(axes.reading.shape(whole)[axis])
-    linear = find_linear(axes, whole, (*at[:axis], wide, *at[axis + 1 :]))
+    uncut, axis, part = cut
+    wide = axes.new(axes.reading.shape(uncut)[axis])
+    linear = find_linear(axes, uncut, (*at[:axis], wide, *at[axis + 1 :]))
     if linear is None or axes.cut(linear.columns) != axes.cut(wide):
         return None
     return replace(linear, part=part, columns=at[axis])
 
 
 def _cut_of(reading: Reading, value: Atom) -> tuple[Atom, int, tuple[int, int]] | None:
-    """(What a value was cut out of, along which axis, from where to where) if it was."""
+    """(Value that the given one was cut out of, axis, (start, stop)); None if it was not cut."""
     operation = reading.maker(value)
     if operation is None or operation.primitive not in ("split", "slice"):
         return None
-    (whole,), params = operation.inputs, operation.params
+    (uncut,), params = operation.inputs, operation.params
     if operation.primitive == "split":
         sizes = [int(size) for size in params["sizes"]]
         number = next(i for i, output in enumerate(operation.outputs) if output == value)
         first = sum(sizes[:number])
-        return whole, int(params["axis"]), (first, first + sizes[number])
+        return uncut, int(params["axis"]), (first, first + sizes[number])
     first, last = params["start_indices"], params["limit_indices"]
-    axes = [i for i, n in enumerate(reading.shape(whole)) if (first[i], last[i]) != (0, n)]
+    axes = [i for i, n in enumerate(reading.shape(uncut)) if (first[i], last[i]) != (0, n)]
     if params["strides"] is not None or len(axes) != 1:
         return None
-    return whole, axes[0], (int(first[axes[0]]), int(last[axes[0]]))
+    return uncut, axes[0], (int(first[axes[0]]), int(last[axes[0]]))
 
 
 def _are_pair(a: Linear, b: Linear) -> bool:
-    """Whether two products are of one input, summed over the same axes of it."""
+    """Whether two products have one input and sum over the same axes of it."""
     return (a.dot, a.part) != (b.dot, b.part) and input_of(a) == input_of(b)
 
 

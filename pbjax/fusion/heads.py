@@ -1,9 +1,9 @@
-"""How the operands of an attention are handed to the kernel: which of their axes is which.
+"""Hands the operands of an attention to the kernel, after finding the role of each axis.
 
-The kernel knows a batch, heads of keys, heads of queries that share one, positions of queries and
-of keys, and features. Which label plays which part follows from who bears it: what queries, keys
-and values share is batch and heads; what keys and values share alone are their positions; what is
-left to the queries are their positions, and heads that share keys.
+The kernel has a batch, heads of keys, heads of queries that share one, positions of queries and of
+keys, and features. The operands that have a label give its role: queries, keys and values share
+batch and heads; keys and values alone share their positions; the other labels of the queries are
+their positions, and heads that share keys.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from pbjax.fusion.masks import (
     Term,
     VisibleKeys,
     by_key,
+    full_bias,
     key_bias,
     read_keys,
     read_slopes,
-    whole_bias,
 )
 from pbjax.fusion.rewriting import Match, Mismatch, Operand, match, named, operand
 from pbjax.graph.trace import Atom
@@ -40,7 +40,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Labels by the part they play: batch, key heads, query heads that share one, positions."""
+    """Labels by their role: batch, key heads, query heads that share one, positions, features."""
 
     batch: Axis
     kv_heads: Axis
@@ -57,7 +57,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttentionCall:
-    """A call of the kernel: what it is given, and what is made of it."""
+    """A call of the kernel, with its operands and options."""
 
     axes: Axes
     out: tuple[int, Layout]
@@ -70,13 +70,13 @@ class _AttentionCall:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the kernel's operands and result."""
+        """The dtype of the kernel's operands and result."""
         dtypes = (self.axes.reading.dtype(side.value) for side in self.qkv)
         return min(dtypes, key=lambda dtype: dtype.itemsize)
 
     @property
     def by_key(self) -> tuple[bool, ...]:
-        """Which of the biases and masks go into a number for each key."""
+        """Whether each bias or mask goes into a number for each key."""
         return by_key(self.axes, self.keys, self.heads.batch, self.heads.keys)
 
     @property
@@ -88,7 +88,7 @@ class _AttentionCall:
 
     @property
     def name(self) -> str:
-        """The kernel with what it takes over."""
+        """The kernel's name with the options in use."""
         keys, heads = self.keys, self.heads
         parts: dict[str | None, object] = {
             "causal": keys.causal,
@@ -104,7 +104,7 @@ class _AttentionCall:
 
     @property
     def operands(self) -> list[Operand]:
-        """What the call reads: queries, keys, values, lengths, biases, masks."""
+        """The operands of the call: queries, keys, values, lengths, biases, masks."""
         found = [operand(side.value) for side in self.qkv]
         if self.keys.lengths is not None:
             spread = float(max(self.axes.size(self.heads.keys) - 1, 1))
@@ -112,7 +112,7 @@ class _AttentionCall:
         return found + [operand(x.value) for x in self.keys.remaining]
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array]:
-        """Runs the kernel on the operands and arranges its result as the program has it."""
+        """Runs the kernel on the operands and arranges its result in the program's layout."""
         axes, heads, keys = self.axes, self.heads, self.keys
         reading = axes.reading
         dtype = self.dtype
@@ -150,17 +150,17 @@ class _AttentionCall:
         return (out.astype(reading.dtype(self.out[0])),)
 
     def _biases(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
-        """The masks and biases that remain, of whole size and for each key."""
-        axes, heads, whole, of_keys = self.axes, self.heads, None, None
+        """The remaining masks and biases: those of full size, and those for each key."""
+        axes, heads, full, of_keys = self.axes, self.heads, None, None
         given = list(zip(self.by_key, self.keys.remaining, arrays, strict=True))
         if not all(self.by_key):
             scores = (heads.batch, heads.heads, heads.queries, heads.keys)
             others = [(x, array) for alone, x, array in given if not alone]
-            whole = whole_bias(axes, others, scores, self.dtype)
+            full = full_bias(axes, others, scores, self.dtype)
         if any(self.by_key):
             alone = [(x, array) for alone, x, array in given if alone]
             of_keys = key_bias(axes, alone, (heads.batch, heads.keys))
-        return whole, of_keys
+        return full, of_keys
 
     def _summed(self) -> set[int]:
         q, k = (set(self.axes.cut(labels_of(side.layout))) for side in self.qkv[:2])
@@ -186,12 +186,12 @@ def attention_match(
       qkv: Queries, keys and values.
       masks: Masks and biases.
       keys: The labels of the keys' positions.
-      scale: Of the scores.
+      scale: Scale of the scores.
       softcap: Bound of the scaled scores; None if there is none.
       anchor: Position of the product of queries and keys.
 
     Raises:
-      Mismatch: The kernel cannot take this, or something in between is read elsewhere.
+      Mismatch: The kernel cannot compute it, or a value in between is read elsewhere.
     """
     shared = labels_of((*qkv[1].layout, *qkv[2].layout))
     seen = read_keys(axes, *masks, keys, shared)
@@ -252,9 +252,9 @@ def _sorted(axes: Axes, out: Layout, qkv: Sequence[Side], seen: VisibleKeys, key
 def _query_labels(axes: Axes, q: Side, seen: VisibleKeys, free: Sequence[int], shared) -> Axis:
     """The label of the query positions among those that keys and values do not have.
 
-    The others are heads that share keys. Without a mask that tells them apart, a head is what lies
-    or lay in one axis with the heads of the keys; taking the one for the other is no error, since
-    both only count queries.
+    The others are heads that share keys. Without a mask that decides, a label counts as a head if
+    it is or was in one axis with the heads of the keys. To confuse the two is no error, since both
+    only count queries.
     """
     if seen.queries is not None:
         return axes.cut((seen.queries,))
@@ -267,7 +267,7 @@ def _query_labels(axes: Axes, q: Side, seen: VisibleKeys, free: Sequence[int], s
 
 
 def _take_slopes(axes: Axes, seen: VisibleKeys, heads: Heads) -> np.ndarray | None:
-    """ALiBi's slopes, if one of the biases is ALiBi; that bias is then gone."""
+    """ALiBi's slopes, if one of the biases is ALiBi; removes that bias."""
     order = (heads.heads, heads.queries, heads.keys)
     for term in () if seen.start else tuple(seen.terms):
         slopes = read_slopes(axes, term, order, causal=seen.causal)

@@ -1,7 +1,7 @@
-"""What a program computes from its weights alone, moved out of the program.
+"""Moves operations on weights alone out of a program.
 
 Joined, transposed or cast weights are the same in every call. After hoisting they are weights
-themselves, made once.
+themselves, computed once.
 """
 
 from collections.abc import Set
@@ -20,7 +20,7 @@ class Hoisted:
 
     Attributes:
       graph: The program.
-      preparation: Computes the prepared weights from the weights of the graph it was made of.
+      preparation: A graph that computes the prepared weights from the original weights.
     """
 
     graph: Graph
@@ -30,7 +30,7 @@ class Hoisted:
         """Computes the weights of `graph`.
 
         Args:
-          weights: Those of the graph that was given to `hoist`: the model's, then the captured.
+          weights: Weights of the graph that was given to `hoist`: the model's, then the captured.
         """
         env = dict(enumerate(weights))
         evaluate(self.preparation.operations, env)
@@ -40,14 +40,14 @@ class Hoisted:
 
 
 def hoist(graph: Graph, keep: Set[int] = frozenset()) -> Hoisted:
-    """Moves operations on weights alone out of a program, but for views, which cost nothing.
+    """Moves operations on weights alone out of a program; views, which cost nothing, stay.
 
     Args:
       graph: A traced function.
       keep: Numbers of values that stay, such as those that depend on the batch size.
 
     Returns:
-      The rest of it, and what makes the weights that the rest reads.
+      The remaining program, and the graph that prepares its weights.
     """
     moved = _moved(Reading(graph), keep)
     preparation = without_dead_code(replace(graph, outputs=tuple(moved)))
@@ -55,7 +55,7 @@ def hoist(graph: Graph, keep: Set[int] = frozenset()) -> Hoisted:
 
 
 def _moved(reading: Reading, keep: Set[int]) -> list[int]:
-    """The values that will be weights: the last that are made of weights alone, before views."""
+    """The values that become weights: the last ones made of weights alone, before views."""
     held = set(reading.graph.weights)
     for operation in reading.graph.operations:
         reads = held.intersection(a for a in operation.inputs if isinstance(a, int))

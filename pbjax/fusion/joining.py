@@ -1,4 +1,4 @@
-"""Several products of one input as one product with their weights side by side: Q, K and V.
+"""Joins products of one input, such as Q, K and V, into one with their weights side by side.
 
 The weights are joined where the model reads them, once a call; `hoisting` moves that out of the
 call.
@@ -18,7 +18,7 @@ from pbjax.fusion.rewriting import Match, Mismatch, match, operand
 
 
 class _Part(NamedTuple):
-    """One of the products: its labels, its result and that one's layout."""
+    """One of the products: its labels, its result and the result's layout."""
 
     axes: Axes
     linear: Linear
@@ -54,7 +54,7 @@ def find_joint(reading: Reading, is_free: Callable[[int], bool]) -> Iterator[Mat
             try:
                 yield _joined(reading, parts[::-1])
             except Mismatch:
-                continue  # They remain products each for itself.
+                continue  # They stay separate products.
 
 
 def _joined(reading: Reading, parts: Sequence[_Part]) -> Match:

@@ -1,4 +1,4 @@
-"""What fusion found and what it nearly found, as plain data and as text for a report."""
+"""Matches and near misses of fusion, as plain data and as text for a report."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ class MatchKind:
     """Equal matches, such as those of equal layers.
 
     Attributes:
-      name: What leaves them out, by a minus before it.
-      kernel: What replaces the operations.
+      name: Their name; a minus before it in `fuse` leaves them out.
+      kernel: The kernel that replaces the operations.
       where: The first of them in the program.
-      count: How many there are; of the body of a loop, in one step.
+      count: How many there are; in the body of a loop, for one step.
       in_loop: Whether they are in the body of a loop.
-      left_out: Whether they were left as the model has them.
+      left_out: Whether they were left out.
     """
 
     name: str
@@ -31,7 +31,7 @@ class MatchKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearMiss:
-    """What looked like a pattern and was left alone; how many times, and why."""
+    """Parts that looked like a pattern and were left alone for one reason, with their count."""
 
     pattern: str
     where: str
@@ -41,14 +41,14 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionReport:
-    """What became of a model by fusion.
+    """The outcome of fusion for a model.
 
     Attributes:
-      reason: Why nothing was looked for; empty if something was.
-      kinds: What was found.
-      misses: What was nearly found.
-      operations_before: Of the graph as it was traced.
-      operations_after: With kernels, and without what was moved out of the program.
+      reason: The reason why no pattern was looked for; empty if some were.
+      kinds: The matches, equal ones together.
+      misses: The near misses, equal ones together.
+      operations_before: Number of operations of the traced graph.
+      operations_after: Number of operations with kernels, without those on weights alone.
     """
 
     reason: str = ""
@@ -58,11 +58,11 @@ class FusionReport:
     operations_after: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """The same as JSON-compatible data."""
+        """The report as JSON-compatible data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A section of a report: a line each."""
+        """A section of a report, one line for each kind of match or near miss."""
         if self.reason:
             return f"fusion: none: {self.reason}"
         title = (
@@ -78,8 +78,8 @@ def listed(fusion: Fusion, num_operations: int) -> FusionReport:
     """Lists a fusion.
 
     Args:
-      fusion: What `fuse` returned.
-      num_operations: Of the program that runs.
+      fusion: A result of `fuse`.
+      num_operations: Number of operations of the program that runs.
     """
     kinds: dict[str, MatchKind] = {}
     for found, in_loop, left_out in _all_matches(fusion):

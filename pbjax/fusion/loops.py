@@ -1,4 +1,4 @@
-"""Loops over layers: the body of a scan is a graph of its own, and may be rewritten like one."""
+"""Loops over layers: the body of a scan as a graph, and the scan with a rewritten body."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from pbjax.graph.trace import Atom, Graph, Operation, evaluate, loop_body, scan_
 
 
 def body_of(operation: Operation, weights: frozenset[int]) -> tuple[Graph, frozenset[int]]:
-    """The body of a scan, and which of its inputs are weights or slices of weights.
+    """The body of a scan, and those of its inputs that are weights or slices of weights.
 
     Args:
       operation: The scan.
-      weights: Values around it that no input of a call enters.
+      weights: Values of the graph around it that do not depend on a call's inputs.
     """
     body, parts = loop_body(operation), scan_parts(operation)
     given: Sequence[Atom] = (*parts.consts, *parts.carry, *parts.xs)

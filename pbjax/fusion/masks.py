@@ -1,9 +1,9 @@
-"""What is added to attention's scores, as options of the kernel.
+"""Turns the masks and biases of attention's scores into options of the kernel.
 
-Masks and biases that depend on no input are computed and looked at, so that it does not matter how
-they were written: causal, windowed, ALiBi. A comparison of key positions with one number for each
-sequence gives key lengths. What remains is a bias, exact but read from memory: of one number a key
-where neither queries nor heads enter it, as for padding, else of whole size.
+Masks and biases that depend on no input are computed and compared, however they were written:
+causal, windowed, ALiBi. A comparison of key positions with one number for each sequence gives key
+lengths. The rest becomes a bias, exact but read from memory: one number for each key where it
+depends on neither queries nor heads, as for padding, else of full size.
 """
 
 import functools
@@ -20,12 +20,12 @@ from pbjax.fusion.constants import Known, known
 from pbjax.fusion.reading import Reading
 from pbjax.graph.trace import Atom
 
-# From here on a number in a mask means "does not count"; exp of it is 0 in f32 by a wide margin.
+# A number in a mask up to this one hides a key; exp of it is 0 in f32 by a wide margin.
 NEVER = -1e4
-# What stands for "does not count" in a bias: added to a score it leaves no trace of it, as the
-# lowest finite number does, and it is finite in bfloat16.
+# The number that hides a key in a bias: a score added to it is lost to rounding, as with the lowest
+# finite number, and it is finite in bfloat16.
 HIDDEN = -1e30
-# A number for a key that the kernel still takes as one.
+# The lowest number for a key that the kernel does not take as hidden.
 LOWEST = -1e29
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 _NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
@@ -33,13 +33,13 @@ _NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One reason why keys do not count.
+    """A mask, or a bias that hides keys.
 
     Attributes:
-      value: A mask, or what is added to the scores.
+      value: The mask or bias.
       layout: Its layout.
-      visible: What a mask is where a key counts.
-      factor: Of what is added: a key does not count where the product is below NEVER. None for a
+      visible: Value of a mask where a key counts.
+      factor: Factor of a bias, which hides a key where the product is at most NEVER. None for a
         mask.
     """
 
@@ -49,7 +49,7 @@ class Part:
     factor: float | None = None
 
     def counts(self, array):
-        """Where keys count, of the value's array."""
+        """Whether keys count, from the value's array."""
         if self.factor is None:
             return (array != 0) == self.visible
         return array * self.factor > NEVER
@@ -67,16 +67,16 @@ class Term:
 
 @dataclass(slots=True, kw_only=True)
 class VisibleKeys:
-    """Which keys count, as the kernel takes it.
+    """The keys that count, as options of the kernel.
 
     Attributes:
-      queries: The label that constant masks know queries by; None if none does.
+      queries: The label of the queries in constant masks; None if they have none.
       causal: Whether a query sees keys up to its own position.
       start: Position of the first query.
-      window: How many keys up to its own; None = all.
-      lengths: A number of keys for each sequence, its layout, and what is added to it.
-      parts: Masks that remain.
-      terms: Biases that remain.
+      window: How many keys a query sees up to its own; None = all.
+      lengths: The number of keys for each sequence, its layout, and a number to add to it.
+      parts: The remaining masks.
+      terms: The remaining biases.
     """
 
     queries: int | None = None
@@ -89,22 +89,21 @@ class VisibleKeys:
 
     @property
     def remaining(self) -> tuple[Term | Part, ...]:
-        """Biases and masks that remain."""
+        """The remaining biases and masks."""
         return (*self.terms, *self.parts)
 
 
 def read_keys(
     axes: Axes, parts: Sequence[Part], terms: Sequence[Term], keys: Axis, shared: Axis
 ) -> VisibleKeys:
-    """Sorts masks and biases into what the kernel has an option for, and what remains.
+    """Sorts masks and biases into those with an option of the kernel, and the others.
 
     Args:
       axes: The labels of the match.
       parts: Masks.
       terms: Biases.
       keys: The labels of the keys.
-      shared: All labels of keys and values: what these have, such as a batch, is no position of a
-        query.
+      shared: All labels of keys and values, such as a batch: none of them is a position of a query.
     """
     found = VisibleKeys()
     alone = [a for part in parts for a in _conjuncts(axes, part)]
@@ -125,7 +124,7 @@ def read_keys(
     others = [x for x in tables if x[1] in axes.cut(shared)]
     found.parts += [part for part, _, _ in others]
     tables = [x for x in tables if x[1] not in axes.cut(shared)]
-    # If together they are no band, perhaps one of them is, and the others are a bias.
+    # If they are no band together, one of them may be, and the others become a bias.
     for chosen in (tables, *([one] for one in tables)):
         if chosen and _read_band(axes, chosen, keys, found):
             tables = [x for x in tables if x not in chosen]
@@ -158,13 +157,13 @@ def _conjuncts(axes: Axes, part: Part) -> list[Part]:
 
 
 def _is_zero(reading: Reading, value: Atom) -> bool:
-    """Whether a comparison is with zero, for each element of its first operand."""
+    """Whether a comparison is with zero and has the shape of its first operand."""
     first, second = reading.operation(value).inputs
     return reading.scalar(second) == 0.0 and reading.shape(first) == reading.shape(value)
 
 
 def _roles(axes: Axes, term: Term) -> tuple[bool, bool]:
-    """Whether a term hides keys, as far as is known, and whether it does anything else."""
+    """Whether a term is known to hide keys, and whether it does anything else."""
     value = known(axes, term.value, term.layout)
     if value is None:
         return False, True
@@ -174,7 +173,7 @@ def _roles(axes: Axes, term: Term) -> tuple[bool, bool]:
 
 
 def _table(axes: Axes, part: Part, keys: Axis) -> tuple[int | None, np.ndarray] | None:
-    """A constant mask as (label of the queries, which query sees which key)."""
+    """A constant mask as (label of the queries, table of queries and the keys they see)."""
     value = known(axes, part.value, part.layout)
     if value is None:
         return None
@@ -189,7 +188,7 @@ def _table(axes: Axes, part: Part, keys: Axis) -> tuple[int | None, np.ndarray] 
 
 
 def _read_band(axes: Axes, tables: Sequence, keys: Axis, found: VisibleKeys) -> bool:
-    """Whether constant masks, taken together, are causal or windowed."""
+    """Whether constant masks together are causal or windowed; if so, sets these options."""
     labels = {label for _, label, _ in tables}
     if len(labels) != 1 or None in labels:
         return False
@@ -205,7 +204,7 @@ def _read_band(axes: Axes, tables: Sequence, keys: Axis, found: VisibleKeys) -> 
 
 
 def _band(table: np.ndarray) -> tuple[int, int | None] | None:
-    """(position of query 0, window) of a table of which query sees which key."""
+    """(Position of query 0, window) of a table of queries and the keys they see; None if none."""
     row, column = np.indices(table.shape)
     start = int(table[0].sum()) - 1
     if start < 0:
@@ -220,7 +219,7 @@ def _band(table: np.ndarray) -> tuple[int, int | None] | None:
 
 
 def _read_lengths(axes: Axes, part: Part, keys: Axis, found: VisibleKeys) -> bool:
-    """Whether a mask compares the positions of keys with a number for each sequence."""
+    """Whether a mask compares the positions of keys with a number for each sequence; sets it."""
     reading = axes.reading
     operation = reading.maker(part.value)
     if operation is None or operation.primitive not in _FLIPPED or found.lengths is not None:
@@ -233,8 +232,8 @@ def _read_lengths(axes: Axes, part: Part, keys: Axis, found: VisibleKeys) -> boo
     if name not in ("lt", "le") or not _is_position(axes, position, at, keys):
         return False
     labels = set(axes.cut(labels_of(layout)))
-    whole = jnp.issubdtype(reading.dtype(length), jnp.integer)
-    if labels & set(axes.cut(keys)) or not whole or reading.is_weight(length):
+    integer = jnp.issubdtype(reading.dtype(length), jnp.integer)
+    if labels & set(axes.cut(keys)) or not integer or reading.is_weight(length):
         return False
     found.lengths = (length, layout, int(name == "le"))
     return True
@@ -250,8 +249,8 @@ def _is_position(axes: Axes, atom: Atom, layout: Layout, keys: Axis) -> bool:
 def read_slopes(axes: Axes, term: Term, order: Layout, *, causal: bool) -> np.ndarray | None:
     """The slope of each head, if a constant bias is ALiBi's up to a number for each query.
 
-    A softmax does not see a number that all keys of a query share: slope * (j - i) and slope * j
-    are the same to it.
+    A number that all keys of a query share does not change a softmax: slope * (j - i) and slope * j
+    are equal to it.
 
     Args:
       axes: The labels of the match.
@@ -281,28 +280,28 @@ def read_slopes(axes: Axes, term: Term, order: Layout, *, causal: bool) -> np.nd
 
 
 def by_key(axes: Axes, keys: VisibleKeys, batch: Axis, positions: Axis) -> tuple[bool, ...]:
-    """Which of the biases and masks that remain go into a number for each key.
+    """Whether each of the remaining biases and masks goes into a number for each key.
 
-    Those that neither queries nor heads enter, unless a bias of whole size is needed for each
-    sequence all the same: then that takes them too.
+    It does if it depends on neither queries nor heads, unless a bias of full size is needed for
+    each sequence in any case, which then includes it.
 
     Args:
       axes: The labels of the match.
-      keys: Says what remains.
+      keys: The keys with the remaining biases and masks.
       batch: The labels of the sequences.
-      positions: Those of the keys.
+      positions: The labels of the keys.
     """
     labels = [set(axes.cut(labels_of(x.layout))) for x in keys.remaining]
     alone = tuple(found <= {*batch, *positions} for found in labels)
-    whole = set().union(*(x for x, of_key in zip(labels, alone, strict=True) if not of_key))
-    return tuple(of_key and not whole & set(batch) for of_key in alone)
+    full = set().union(*(x for x, of_key in zip(labels, alone, strict=True) if not of_key))
+    return tuple(of_key and not full & set(batch) for of_key in alone)
 
 
 def key_bias(axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Layout) -> Array:
-    """Masks and biases as one number for each key of each sequence; -inf where none is seen.
+    """Masks and biases as one number for each key of each sequence; -inf hides a key.
 
-    Hidden is what lies far below another key of its sequence. So the keys of a sequence that a
-    model hides altogether count alike, as they do in the model.
+    A key is hidden if its number lies far below that of another key of its sequence. So if a model
+    hides all keys of a sequence, they count alike, as they do in the model.
 
     Args:
       axes: The labels of the match.
@@ -314,7 +313,7 @@ def key_bias(axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Lay
     return jnp.where(total >= highest + NEVER, total, -jnp.inf)
 
 
-def whole_bias(
+def full_bias(
     axes: Axes, given: Sequence[tuple[Term | Part, Array]], wanted: Layout, dtype
 ) -> Array:
     """Masks and biases as one bias in the layout of the kernel.
@@ -323,7 +322,7 @@ def whole_bias(
       axes: The labels of the match.
       given: Masks and biases with their arrays.
       wanted: The layout (B, N, T, S).
-      dtype: Of the queries.
+      dtype: Dtype of the queries.
     """
     labels = {i for x, _ in given for i in labels_of(axes.current(x.layout))}
     if not labels & set(wanted[0]):

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, alone or of a residual sum.
 
 A norm is z / sqrt(variance + eps) * scale + bias. RMSNorm: z is x and the variance mean(x^2).
-LayerNorm: z is x - mean(x) and the variance mean(z^2), or mean(x^2) - mean(x)^2 as Flax has it.
+LayerNorm: z is x - mean(x) and the variance mean(z^2), or mean(x^2) - mean(x)^2 as in Flax.
 """
 
 import math
@@ -22,11 +22,11 @@ def find_norm(reading: Reading, value: int, *, takes_sum: Callable[[int], bool])
 
     Args:
       reading: The graph.
-      value: What may be the norm's result.
-      takes_sum: Whether the norm may take over the sum that is the given value.
+      value: The possible result of a norm.
+      takes_sum: Whether the norm may also compute the sum that gives a value.
 
     Returns:
-      The match, or None where this is no norm.
+      The match, or None if the value is no norm.
 
     Raises:
       Mismatch: It is a norm, but its parts are read elsewhere.
@@ -39,7 +39,7 @@ def find_norm(reading: Reading, value: int, *, takes_sum: Callable[[int], bool])
 
 
 def _bodies(reading: Reading, value: int) -> list[tuple[Atom, Atom | None]]:
-    """What may be scaled and normalised, each with what is added to it."""
+    """The possible normalised and scaled values, each with the bias added to it."""
     operation = reading.maker(reading.uncast(value))
     if operation is None or operation.primitive not in ("add", "sub", "mul", "div"):
         return []
@@ -53,13 +53,13 @@ def _bodies(reading: Reading, value: int) -> list[tuple[Atom, Atom | None]]:
 
 
 def _is_feature(reading: Reading, atom: Atom, width: tuple[int, ...]) -> bool:
-    """Whether it is one number for each feature, whatever the rows."""
+    """Whether a value is one number for each feature, the same for all rows."""
     shape = reading.shape(reading.core(atom))
     return reading.is_weight(atom) and shape[-1:] == width and math.prod(shape) == width[0]
 
 
 def _body(reading: Reading, body: Atom):
-    """(x, centred, eps, scale, positions of the sums over the features) of a norm without bias."""
+    """(x, centred, eps, positions of the sums over the features, scale) of a norm without bias."""
     product = reading.product(body)
     roots = [v for v, power in product.powers.items() if power == -0.5]
     if len(roots) != 1 or not math.isclose(product.coefficient, 1.0):
@@ -99,7 +99,7 @@ def _variance(reading: Reading, root: int, z: int) -> tuple[Atom, bool, float, s
 
 
 def _clipped(reading: Reading, coefficient: float, value: int) -> tuple[tuple[float, int], ...]:
-    """The terms of max(0, variance), which keeps rounding from making it negative."""
+    """The terms of max(0, variance), which a model writes against rounding below zero."""
     operation = reading.maker(value)
     if operation is None or operation.primitive != "max":
         return ((coefficient, value),)
@@ -147,7 +147,7 @@ def _centred(reading: Reading, z: Atom) -> tuple[Atom, int | None]:
 
 
 def _mean_of(reading: Reading, coefficient: float, value: int) -> tuple[Atom, int] | None:
-    """(What is averaged over its last axis, position of the sum) if coefficient * value is it."""
+    """(Averaged value, position of its sum) if coefficient * value is a mean over the last axis."""
     operation = reading.maker(value)
     if operation is None or operation.primitive != "reduce_sum":
         return None
@@ -155,7 +155,7 @@ def _mean_of(reading: Reading, coefficient: float, value: int) -> tuple[Atom, in
     shape = reading.shape(summed)
     if tuple(operation.params["axes"]) != (len(shape) - 1,):
         return None
-    # A narrow dtype has rounded 1/D; with 1/(D - 1), the unbiased variance, it is no such mean.
+    # A narrow dtype has rounded 1/D; 1/(D - 1), of the unbiased variance, must not pass.
     rounding = max(float(jnp.finfo(reading.dtype(value)).eps), 1e-6)
     if not math.isclose(coefficient * shape[-1], 1.0, rel_tol=rounding):
         return None
@@ -215,7 +215,7 @@ def _match(reading, value, x, centred, eps, sums, scale, bias, takes_sum) -> Mat
 
 
 def _sum_of(reading: Reading, x: Atom, dtype) -> tuple[Atom, Atom] | None:
-    """The two values whose sum is x, if both are hidden states like it."""
+    """The two values whose sum is x, if both are activations of its shape and dtype."""
     operation = reading.maker(x)
     if operation is None or operation.primitive not in ("add", "add_any"):
         return None

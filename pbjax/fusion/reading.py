@@ -1,9 +1,8 @@
-"""Reading a graph backwards: who writes and reads a value, what is constant, sums and products.
+"""Reads a graph backwards: writers and readers of a value, constants, sums and products.
 
-Everything that a program may do to a value without changing what it means is skipped here and
-nowhere else: casts between floats, axes of size one, broadcasts, and operations with their neutral
-element. The patterns see sums of terms and products of powers, in whatever order the program has
-them.
+Operations that do not change a value's meaning are skipped here and nowhere else: casts between
+floats, axes of size one, broadcasts, and operations with their neutral element. The patterns see
+sums of terms and products of powers, in any order of the program.
 """
 
 import math
@@ -20,11 +19,11 @@ from jax.extend.core import Literal
 
 from pbjax.graph.trace import Atom, Aval, Graph, Operation, describe, evaluate
 
-# Further than this no chain of sums or products is followed.
+# Sums and products are followed this many operations deep.
 MAX_DEPTH = 16
 
-# Operations with the scalar that leaves the other operand as it is; on the right side alone for
-# the last two.
+# Operations with the scalar that leaves the other operand unchanged; for the last two only on the
+# right side.
 _NEUTRAL = {"add": 0.0, "add_any": 0.0, "mul": 1.0, "max": -math.inf, "and": 1.0, "or": 0.0}
 _NEUTRAL_ON_THE_RIGHT = {"sub": 0.0, "div": 1.0}
 VIEWS = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims")
@@ -33,7 +32,7 @@ _POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
 
 
 class Source(IntEnum):
-    """What a value depends on, at most."""
+    """The most variable thing that a value depends on."""
 
     CONSTANT = 0
     WEIGHTS = 1
@@ -58,11 +57,11 @@ class Sum:
 
 @dataclass(frozen=True)
 class Reading:
-    """A graph with the links that patterns follow.
+    """A graph with the facts that patterns need.
 
     Attributes:
       graph: The graph.
-      held: Inputs that are weights all the same, as in the body of a loop over layers.
+      held: Inputs that count as weights, as in the body of a loop over layers.
     """
 
     graph: Graph
@@ -111,18 +110,18 @@ class Reading:
         return {}
 
     def source(self, atom: Atom) -> Source:
-        """What the value depends on; captured arrays are constants."""
+        """The source of a value; captured arrays are constants."""
         if isinstance(atom, Literal):
             return Source.CONSTANT
         return self._sources[atom]
 
     @property
     def weights(self) -> frozenset[int]:
-        """All values that no input of a call enters."""
+        """All values that do not depend on a call's inputs."""
         return frozenset(i for i, found in enumerate(self._sources) if found < Source.INPUTS)
 
     def is_weight(self, atom: Atom) -> bool:
-        """Whether no input of a call enters the value."""
+        """Whether the value does not depend on a call's inputs."""
         return self.source(atom) < Source.INPUTS
 
     def maker(self, atom: Atom) -> Operation | None:
@@ -132,22 +131,22 @@ class Reading:
         return self.graph.operations[self.makers[atom]]
 
     def position(self, atom: Atom) -> int:
-        """The position of the operation that writes a value of which it is known that one does."""
+        """The position of the operation that writes a value; there must be one."""
         if isinstance(atom, Literal):
             raise AssertionError(f"no operation writes {atom}")
         return self.makers[atom]
 
     def operation(self, atom: Atom) -> Operation:
-        """The operation that writes a value of which it is known that one does."""
+        """The operation that writes a value; there must be one."""
         return self.graph.operations[self.position(atom)]
 
     def primitive(self, atom: Atom) -> str:
-        """Name of the primitive that writes the value; empty where none does."""
+        """Name of the primitive that writes the value; empty if there is none."""
         operation = self.maker(atom)
         return operation.primitive if operation is not None else ""
 
     def description(self, atom: Atom) -> str:
-        """Where a value comes from, for messages."""
+        """The origin of a value, for messages."""
         operation = self.maker(atom)
         if operation is not None:
             return describe(operation)
@@ -164,11 +163,11 @@ class Reading:
         return self._aval(atom).dtype
 
     def is_float(self, atom: Atom) -> bool:
-        """Whether it is a floating value, 16-bit kinds among them."""
+        """Whether the value is a float of any width."""
         return jnp.issubdtype(self._aval(atom).dtype, jnp.floating)
 
     def is_view(self, atom: Atom) -> bool:
-        """Whether it is another value without loss: what reads it can be followed back past it."""
+        """Whether the value shows another one without loss, so that it can be skipped."""
         return self.primitive(atom) in VIEWS or self.uncast(atom, widened=True) != atom
 
     def _aval(self, atom: Atom) -> Aval:
@@ -201,7 +200,7 @@ class Reading:
 
     def _computed(self, atom: int) -> np.ndarray | None:
         if jnp.issubdtype(self._aval(atom).dtype, jax.dtypes.extended):
-            return None  # Keys of random numbers have no values.
+            return None  # Random keys are no numbers.
         operation = self.maker(atom)
         if operation is None:
             first = self.graph.num_weights - len(self.graph.constants)
@@ -217,7 +216,7 @@ class Reading:
         return np.asarray(env[atom])
 
     def scalar(self, atom: Atom) -> float | None:
-        """The number that all elements are equal to, if they are and it is known."""
+        """The number that all elements equal; None if they differ or are unknown."""
         while (operation := self.maker(atom)) is not None:
             if operation.primitive not in ("broadcast_in_dim", "reshape", "squeeze"):
                 break
@@ -233,8 +232,8 @@ class Reading:
         """The value before casts between floats, copies and neutral operations.
 
         Args:
-          atom: Where to begin.
-          widened: Go back through casts to a wider float alone: these lose nothing.
+          atom: The value.
+          widened: Whether to skip only casts to a wider float, which lose nothing.
         """
         while (before := self._before(atom, widened)) is not None:
             atom = before
@@ -265,15 +264,15 @@ class Reading:
         if operation.primitive in ("and", "or") and not self._is_bool(operation.outputs[0]):
             return None
         a, b = operation.inputs
-        whole = self.shape(operation.outputs[0])
-        if self.scalar(b) == right and self.shape(a) == whole:
+        shape = self.shape(operation.outputs[0])
+        if self.scalar(b) == right and self.shape(a) == shape:
             return a
-        if neutral is not None and self.scalar(a) == neutral and self.shape(b) == whole:
+        if neutral is not None and self.scalar(a) == neutral and self.shape(b) == shape:
             return b
         return None
 
     def core(self, atom: Atom) -> Atom:
-        """Like `uncast`, and before broadcasts and axes of size one were added or dropped."""
+        """The value before what `uncast` skips, broadcasts, and changes of axes of size one."""
         while True:
             atom = self.uncast(atom)
             operation = self.maker(atom)
@@ -293,7 +292,7 @@ class Reading:
             return Product(number)
         core = self.core(atom)
         if isinstance(core, Literal):
-            return Product(math.nan)  # An array in the program's text: no pattern has one.
+            return Product(math.nan)  # An array literal: no pattern has one.
         operation = self.maker(core)
         if operation is None or depth == 0:
             return Product(1.0, {core: 1.0})
@@ -360,7 +359,7 @@ def _raised(product: Product | None, power: float) -> Product | None:
     if product.coefficient == 0 and power < 0:
         return None
     if power != round(power) and any(p % 2 == 0 and p * power % 2 for p in product.powers.values()):
-        return None  # sqrt(x ** 2) is no power of x, but abs(x).
+        return None  # sqrt(x ** 2) is abs(x), not a power of x.
     powers = {value: p * power for value, p in product.powers.items()}
     return Product(product.coefficient**power, powers)
 

@@ -1,4 +1,4 @@
-"""A match, what it replaces, and the graph with it in its place."""
+"""Matches, the operations that they replace, and the rewritten graph."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -16,12 +16,12 @@ from pbjax.graph.trace import Atom, Aval, Graph, Operation, describe, trace, wit
 
 
 class Mismatch(Exception):
-    """Why what looked like a pattern is not one; the text ends a sentence.
+    """A part of a graph looks like a pattern but is none; the text is the reason.
 
     Attributes:
-      anchors: Positions of the operations it would have begun with, as far as they are known: one
-        that another match has found its way into is no miss.
-      pattern: Name of the pattern, where it is not the one that was looked for.
+      anchors: Positions of the operations the match would have begun with, as far as known: if
+        another match takes one of them, it is no miss.
+      pattern: Name of the pattern, if it is not the one that was looked for.
     """
 
     def __init__(self, reason: str, anchors: Sequence[int] = (), pattern: str = ""):
@@ -32,11 +32,11 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A value that a match reads, and what to draw for it when the match is verified.
+    """A value that a match reads, and how to draw random ones for its verification.
 
     Attributes:
-      value: Its number.
-      spread: Standard deviation of floats; largest integer.
+      value: Number of the value.
+      spread: Standard deviation of floats; the largest integer.
     """
 
     value: int
@@ -47,7 +47,7 @@ def operand(atom: Atom, spread: float = 1.0) -> Operand:
     """An operand of a match.
 
     Raises:
-      Mismatch: It is a number in the program, which no kernel takes for an array.
+      Mismatch: The operand is a literal, which no kernel takes for an array.
     """
     if isinstance(atom, Literal):
         raise Mismatch(f"one of its operands is the number {atom}")
@@ -56,18 +56,18 @@ def operand(atom: Atom, spread: float = 1.0) -> Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Operations that compute what one kernel computes.
+    """Operations that one kernel can replace.
 
     Attributes:
-      pattern: Name of the pattern: what switches it off.
-      kernel: The public function that replaces the operations, with what it takes over.
-      where: The operation that it was found by, its scope and its line in the user's source.
-      scope: Name scope of the whole.
-      operands: What is read.
-      outputs: Numbers of the values that are replaced.
-      function: Computes these from the operands, in their shapes and dtypes.
+      pattern: Name of the pattern, which switches it off.
+      kernel: The public function that replaces the operations, with the options in use.
+      where: The first operation of the match with its scope and line in the user's source.
+      scope: Name scope of the match.
+      operands: The values that it reads.
+      outputs: Numbers of the values that it replaces.
+      function: Computes the outputs from the operands, in their shapes and dtypes.
       operations: Positions of the operations between operands and outputs.
-      replaced: Those among them that nobody else needs.
+      replaced: Positions of those operations that nothing else needs.
       name: The pattern with a number that equal matches share, such as those of equal layers.
     """
 
@@ -85,12 +85,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """What looked like a pattern and was left alone.
+    """A part of a graph that looked like a pattern and was left alone.
 
     Attributes:
       pattern: Name of the pattern.
-      where: As of a match.
-      reason: Why.
+      where: Its place, as in `Match`.
+      reason: The reason why it does not match.
     """
 
     pattern: str
@@ -113,22 +113,22 @@ def match(
     function: Callable[..., Sequence[Array]],
     gives: np.dtype | None = None,
 ) -> Match:
-    """Makes a match of what lies between operands and outputs.
+    """Makes a match of the operations between operands and outputs.
 
     Args:
       reading: The graph.
       pattern: See `Match`.
       kernel: See `Match`.
-      anchors: Positions of the operations that the pattern begins with; what follows from them
-        within the match must not be read elsewhere. The first gives the match its place.
+      anchors: Positions of the operations that the pattern begins with; values that follow from
+        them within the match must not be read elsewhere. The first gives the match its place.
       operands: See `Match`; repeated ones are read once.
       outputs: See `Match`.
       function: Called with an array for each operand.
-      gives: The dtype that the kernel rounds its results to; None if that of the outputs.
+      gives: The dtype that the kernel rounds its results to; None for the dtype of the outputs.
 
     Raises:
-      Mismatch: Something in between is read elsewhere or returned, or read by itself; or an output
-        keeps more digits than the kernel gives.
+      Mismatch: A value in between is returned or read elsewhere, a residual is the result itself,
+        or an output keeps more digits than the kernel gives.
     """
     wide = {reading.dtype(value) for value in outputs if _is_wider(reading.dtype(value), gives)}
     if wide:
@@ -158,14 +158,14 @@ def match(
 
 
 def _is_wider(dtype: np.dtype, gives: np.dtype | None) -> bool:
-    """Whether rounding to `gives` loses something: the 16-bit kinds differ in digits and range."""
+    """Whether rounding to `gives` loses digits or range; 16-bit dtypes differ in both."""
     if gives is None or dtype == gives:
         return False
     return dtype.itemsize >= gives.itemsize
 
 
 def named(kernel: str, parts: Mapping[str | None, object]) -> str:
-    """A kernel's name with what it takes over in brackets: the parts that are something."""
+    """A kernel's name with the parts that are present in brackets."""
     present = [str(name) for name, part in parts.items() if part is not None and part is not False]
     return f"{kernel}({', '.join(present)})" if present else kernel
 
@@ -216,10 +216,10 @@ def _read_elsewhere(reading: Reading, value: int, operations: set[int]) -> str |
 
 
 def structure(graph: Graph, m: Match) -> tuple[object, ...]:
-    """What equal matches have in common, such as those of equal layers.
+    """A key of a match that equal matches share, such as those of equal layers.
 
-    That is the kernel, operations, shapes, which operation reads which value, and the very
-    constants that they read, but for operands: what a match is does not rest on their values.
+    It holds the kernel, operations, shapes, data flow, and the identities of constants. Constants
+    that are operands are left out: a match does not depend on their values.
     """
     first = graph.num_weights - len(graph.constants)
     constants = {first + i: id(value) for i, value in enumerate(graph.constants)}
@@ -237,7 +237,7 @@ def structure(graph: Graph, m: Match) -> tuple[object, ...]:
 
 
 def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
-    """The graph with each match replaced by the operations that those of its name trace to."""
+    """The graph with each match replaced by its function's operations, traced once for a name."""
     avals, traced = list(graph.avals), {}
     makers = Reading(graph).makers
     replaced = {value for m in matches for value in m.outputs}
@@ -259,10 +259,9 @@ def rewrite(graph: Graph, matches: Sequence[Match]) -> Graph:
 def _shared(
     added: Sequence[tuple[int, Operation]], avals: Sequence[Aval], outputs: Set[int]
 ) -> list[tuple[int, Operation]]:
-    """The added operations, those that several matches have in common once and first.
+    """The added operations; those that several matches have in common come once and first.
 
-    Such as a bias made of a mask: all layers read one, and no layer differs from the others by
-    having made it.
+    For example all layers read one bias made of a mask, and all stay equal.
     """
     seen: dict[tuple[object, ...], int] = {}
     numbers: dict[int, int] = {}
@@ -270,10 +269,10 @@ def _shared(
     for place, operation in added:
         inputs = tuple(a if isinstance(a, Literal) else numbers.get(a, a) for a in operation.inputs)
         operation = replace(operation, inputs=inputs)
-        whole = operation.primitive == PRIMITIVE or not outputs.isdisjoint(operation.outputs)
-        whole = whole or any(isinstance(a, Literal) and np.ndim(a.val) for a in inputs)
+        single = operation.primitive == PRIMITIVE or not outputs.isdisjoint(operation.outputs)
+        single = single or any(isinstance(a, Literal) and np.ndim(a.val) for a in inputs)
         key = (signature(operation, avals), *(a for a in inputs if isinstance(a, int)))
-        if whole or key not in seen:
+        if single or key not in seen:
             seen.setdefault(key, len(kept))
             kept.append((place, operation))
         else:
@@ -290,7 +289,7 @@ def _traced(graph: Graph, m: Match) -> Graph:
 
 
 def _fragment(avals: list[Aval], m: Match, fragment: Graph) -> list[Operation]:
-    """The operations of a match's function, their values numbered after those that there are."""
+    """The operations of a match's function, with new numbers for their values."""
     numbers: dict[int, Atom] = {}
     for i, value in enumerate(fragment.constants):
         numbers[i] = Literal(value, fragment.avals[i])
@@ -317,8 +316,8 @@ def _fragment(avals: list[Aval], m: Match, fragment: Graph) -> list[Operation]:
 def _ordered(placed: Sequence[tuple[int, Operation]]) -> list[Operation]:
     """The operations in an order in which values are written before they are read.
 
-    Among those that could come next the one that stood first comes first, so that the order is
-    that of the program wherever it can be.
+    Of all operations that could be next the earliest in the program is taken, so that its order is
+    kept wherever possible.
     """
     writers = {v: i for i, (_, operation) in enumerate(placed) for v in operation.outputs}
     followers: list[list[int]] = [[] for _ in placed]
@@ -339,5 +338,5 @@ def _ordered(placed: Sequence[tuple[int, Operation]]) -> list[Operation]:
             if not missing[j]:
                 heapq.heappush(ready, (placed[j][0], j))
     if len(ordered) != len(placed):
-        raise AssertionError("fusion: a replaced operation reads what follows from it")
+        raise AssertionError("fusion: a replaced operation reads a value that depends on it")
     return ordered

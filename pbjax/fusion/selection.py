@@ -1,4 +1,4 @@
-"""What a caller asks of fusion: patterns to look for, and what to leave as the model has it."""
+"""The argument `fuse`: patterns to look for, and matches to leave out."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ type Patterns = str | Collection[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which matches are made.
+    """The patterns and matches that a caller wants.
 
     Attributes:
-      patterns: Names out of `PATTERNS`.
-      without: Names of matches that are left as the model has them, such as "gemm.2".
-      auto: Whether that holds only where kernels can run, and for models that call none.
-      reason: Why nothing is looked for, where that is not the caller's wish.
+      patterns: Names from `PATTERNS`.
+      without: Names of matches to leave out, such as "gemm.2".
+      auto: Whether to fuse only where kernels can run, and only models that call none.
+      reason: The reason why no pattern is looked for, unless the caller asked for that.
     """
 
     patterns: frozenset[str]
@@ -37,11 +37,11 @@ def selection_of(wanted: object) -> Selection:
         "all,-gemm.2".
 
     Returns:
-      What is meant; "auto" where nothing is named but what to leave out.
+      The selection; "auto" if the names only leave out.
 
     Raises:
-      InputError: There is no such pattern, or names contradict each other.
-      InputTypeError: It is no text and no collection of texts.
+      InputError: A pattern is unknown, or names contradict each other.
+      InputTypeError: The argument is neither a text nor a collection of texts.
     """
     if isinstance(wanted, Selection):
         return wanted
@@ -54,13 +54,13 @@ def selection_of(wanted: object) -> Selection:
     unknown = sorted(added - known) + sorted(removed - {n for n in removed if _is_known(n)})
     if unknown:
         raise InputError(
-            f"fuse={wanted!r}: no pattern {', '.join(map(repr, unknown))}; there are "
+            f"fuse={wanted!r}: no pattern {', '.join(map(repr, unknown))}; patterns are "
             f"{', '.join(PATTERNS)}; name some of these, or pass 'auto', 'all' or 'none'"
         )
     if len(added) > 1 and added.intersection(_WHOLE):
         raise InputError(
             f"fuse={wanted!r}: {', '.join(sorted(added.intersection(_WHOLE)))} beside other names; "
-            "it stands alone, but for names after a minus; leave out one of them"
+            "only names after a minus are allowed beside it; leave out one of them"
         )
     every = bool(added & {"auto", "all"})
     patterns = frozenset(PATTERNS) if every else frozenset(added - {"none"})
@@ -82,6 +82,6 @@ def _names(wanted: object) -> tuple[str, ...]:
 
 
 def _is_known(name: str) -> bool:
-    """Whether it names a pattern, or a match of one."""
+    """Whether a name is that of a pattern, or of a match of one."""
     pattern, dot, number = name.partition(".")
     return pattern in PATTERNS and (not dot or number.isdecimal())
