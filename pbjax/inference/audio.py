@@ -1,4 +1,4 @@
-"""Audio into a speech model and its scores into entries of its vocabulary.
+"""Features of audio for a speech model, and entries of its vocabulary from its scores.
 
 WAV files of 16-bit samples by the standard library; the features of wav2vec2 (normalised samples),
 of Parakeet (normalised log mel spectrogram) and of LASR (log mel spectrogram); greedy CTC. Not
@@ -17,9 +17,9 @@ from jaxtyping import Float
 from pbjax.errors import FileError, InputError
 from pbjax.inference.preprocessor import positive_integer, positive_number
 
-# What Parakeet's features add before the logarithm and to the deviation.
+# Parakeet's features add these before the logarithm and to the deviation.
 LOG_GUARD, STD_GUARD = 2.0**-24, 1e-5
-# LASR's bins lie between these, and no less than this comes out of one.
+# LASR's bins lie between these frequencies, and each gives at least this power.
 LASR_HERTZ, LASR_FLOOR = (125.0, 7500.0), 1e-5
 WAV2VEC2, PARAKEET = "Wav2Vec2FeatureExtractor", "ParakeetFeatureExtractor"
 LASR = "LasrFeatureExtractor"
@@ -30,7 +30,7 @@ def read_wav(path: Path, sampling_rate: int) -> Float[np.ndarray, " T"]:
 
     Args:
       path: The file.
-      sampling_rate: What the model was trained on, in samples per second.
+      sampling_rate: Sampling rate of the model in samples per second.
 
     Raises:
       FileError: The file cannot be read, or is of another format or rate.
@@ -61,15 +61,15 @@ def read_wav(path: Path, sampling_rate: int) -> Float[np.ndarray, " T"]:
 def extract_features(
     samples: Float[np.ndarray, " T"], settings: Mapping[str, object], name: str
 ) -> Float[np.ndarray, "1 T"] | Float[np.ndarray, "1 frames mels"]:
-    """Makes of samples what the settings of a checkpoint say, as a batch of one.
+    """Computes the features that a checkpoint's settings name, as a batch of one.
 
     Args:
       samples: Numbers from -1 to 1.
-      settings: Of preprocessor_config.json.
-      name: Of the checkpoint, for messages.
+      settings: The content of preprocessor_config.json.
+      name: Name of the checkpoint, for messages.
 
     Raises:
-      InputError: The settings are for features that are not here, or the audio is too short.
+      InputError: The features are not supported, or the audio is too short.
     """
     kind = settings.get("feature_extractor_type")
     if kind == WAV2VEC2:
@@ -92,15 +92,15 @@ def normalise(samples: Float[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MelSettings:
-    """Of a log mel spectrogram.
+    """Settings of a log mel spectrogram.
 
     Attributes:
-      num_mels: Bins.
+      num_mels: Number of bins.
       sampling_rate: Samples per second.
-      hop: Samples between frames.
+      hop: Samples between the starts of frames.
       fft_size: Samples of a transform.
-      window: Samples of a frame, in the middle of it.
-      preemphasis: How much of the sample before is taken off each.
+      window: Samples of a frame, in the middle of the transform.
+      preemphasis: Factor on the sample before, which is subtracted from each.
     """
 
     num_mels: int
@@ -132,8 +132,8 @@ class MelSettings:
 def log_mels(samples: Float[np.ndarray, " T"], how: MelSettings) -> Float[np.ndarray, "frames _"]:
     """Returns the log mel spectrogram, each bin with mean 0 and variance 1 over the frames.
 
-    A frame that begins with less than a hop of audio is left out. Hugging Face keeps one as zeros
-    that a mask hides, which is the same to the model.
+    A last frame with less than a hop of audio is left out. Hugging Face keeps it as zeros that a
+    mask hides, which is the same to the model.
 
     Raises:
       InputError: There are fewer than two frames.
@@ -162,7 +162,7 @@ def log_mels(samples: Float[np.ndarray, " T"], how: MelSettings) -> Float[np.nda
 def mel_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
     """Returns triangles over the frequencies of a transform, evenly spaced in mel, of area one.
 
-    Source: Slaney 1998 (Auditory Toolbox), as librosa has it: linear below 1 kHz, then logarithmic.
+    Source: Slaney 1998 (Auditory Toolbox), as in librosa: linear below 1 kHz, then logarithmic.
     """
     highest = how.sampling_rate / 2
     edges = _hertz(np.linspace(0.0, float(_mels(highest)), how.num_mels + 2))
@@ -175,10 +175,10 @@ def mel_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
 def lasr_log_mels(
     samples: Float[np.ndarray, " T"], how: MelSettings
 ) -> Float[np.ndarray, "frames _"]:
-    """Returns the log mel spectrogram of LASR, of frames that are samples of the audio alone.
+    """Returns the log mel spectrogram of LASR, from frames without padding.
 
     Raises:
-      InputError: There is no whole frame.
+      InputError: The audio is shorter than a frame.
 
     Source: Hugging Face's feature_extraction_lasr.py.
     """
@@ -195,7 +195,7 @@ def lasr_log_mels(
 
 
 def lasr_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
-    """Returns triangles over mels, evenly spaced, of height one; none holds the mean of a frame.
+    """Returns triangles over mels, evenly spaced, of height one, without the mean of a frame.
 
     Source: HTK's mels, 1127 ln(1 + f / 700), as in Hugging Face's feature_extraction_lasr.py.
     """
@@ -210,7 +210,7 @@ def lasr_filters(how: MelSettings) -> Float[np.ndarray, "mels bins"]:
     return filters
 
 
-# Linear up to 1000 Hz, which is 15 mels; then 27 mels a factor of 6.4.
+# Linear up to 1000 Hz, which is 15 mels; then a factor of 6.4 is 27 mels.
 KNEE_HZ, KNEE_MELS, STEP = 1000.0, 15.0, math.log(6.4) / 27
 
 
@@ -226,7 +226,7 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 
 def ctc_greedy(scores: Float[np.ndarray, "T V"], blank: int) -> list[int]:
-    """Returns the best entry of every frame, without repetitions and then without blanks.
+    """Returns the best entry of every frame, first without repetitions, then without blanks.
 
     Source: Graves et al. 2006, section 3.2, best path decoding.
     """

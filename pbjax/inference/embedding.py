@@ -1,8 +1,8 @@
 """Embeddings of many texts by an encoder, at full speed whatever their lengths.
 
 Texts are packed end to end into rows of one length (`pbjax.inference.packing`), so that nothing is
-computed on padding, and batches of rows have sizes out of a short list, so that a handful of
-programs is compiled. What a text becomes depends on itself alone, up to rounding.
+computed on padding. The sizes of batches come from a short list, so that few programs are compiled.
+A text's vector depends on that text alone, up to rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +28,13 @@ type Tokens = Sequence[int] | np.ndarray
 METHOD = "packed_hidden_state"
 # Rows shorter than these cost more to launch than their shorter attention saves.
 SHORTEST_ROW = 128
-# Batches whose results are not fetched yet: the next one is prepared while one is computed.
+# Batches whose results are not fetched yet: one is prepared while another is computed.
 IN_FLIGHT = 2
 
 
 @runtime_checkable
 class PackedEncoder(Protocol):
-    """An nnx module that encodes several sequences in one row, each by itself."""
+    """An nnx module that encodes several sequences in one row, each on its own."""
 
     @property
     def max_seq_len(self) -> int:
@@ -64,9 +64,9 @@ def embed(
 
     Args:
       model: An encoder with `packed_hidden_state`, such as the BERT of `models`.
-      texts: Texts, or rows of token ids with what the model wants around them.
+      texts: Texts, or rows of token ids with the model's special tokens.
       tokenizer: From `models.load_tokenizer`; needed for texts. Its truncation and padding are set.
-      max_tokens: Where texts are cut; None = at the model's longest sequence, with a warning.
+      max_tokens: Longer texts are cut; None = at the model's longest sequence, with a warning.
       pooling: The mean of the tokens' vectors, or the vector of the first token.
       normalize: Whether the vectors are scaled to length one.
       batch_tokens: Tokens of a batch on the device, at most, padding included.
@@ -79,7 +79,7 @@ def embed(
       InputError: An argument has a value that is not allowed, or a row of ids is too long or has an
         id outside the vocabulary.
       InputTypeError: The model is no such encoder, or texts or tokenizer are of another type.
-      ModelError: The model gave values that are no numbers.
+      ModelError: The model gave values that are not finite.
 
     Source: Reimers and Gurevych 2019, section 3 (pooling).
     """
@@ -87,7 +87,7 @@ def embed(
     keep_programs()
     if pooling not in get_args(Pooling):
         raise InputError(
-            f"embed(pooling={pooling!r}): unknown; allowed are {', '.join(get_args(Pooling))};"
+            f"embed(pooling={pooling!r}): unknown; {' and '.join(get_args(Pooling))} are allowed;"
             " choose one"
         )
     lengths = [len(sequence) for sequence in sequences]
@@ -120,7 +120,7 @@ def _batches(
     """Starts one batch after another; yields its first row and its vectors."""
     method = shared_method(model, METHOD)
     counts = Buckets.growing(1, most_rows, waste=1.0)
-    # A power of two, so that other texts find the same programs.
+    # A power of two, so that other texts use the same programs.
     num_segments = 1 << (packing.most_segments - 1).bit_length()
     for first in range(0, len(packing.rows), most_rows):
         num_rows = counts.least(min(most_rows, len(packing.rows) - first))
@@ -142,7 +142,7 @@ def _pooled(
     num_segments: int,
     pooling: Pooling,
 ) -> Float[Array, "R S D"]:
-    """Returns a vector for every segment of every row, in f32; zeros for those there are not."""
+    """Returns a vector for every segment of every row, in f32; zeros for missing segments."""
     hidden = apply(params, input_ids, segment_ids, position_ids, offsets)
     with jax.named_scope("pooling"):
         numbers = jnp.arange(1, num_segments + 1, dtype=segment_ids.dtype)
@@ -152,7 +152,7 @@ def _pooled(
         )
         if pooling == "first":
             counted &= jnp.broadcast_to(position_ids[:, None] == 0, shape)
-        # What stands beside the segments may be anything, also NaN, and must not count as 0 * NaN.
+        # Values outside the segments may be NaN, and 0 * NaN must not count.
         inside = jnp.broadcast_to((segment_ids > 0)[:, :, None], hidden.shape)
         tokens = jnp.where(inside, hidden.astype(jnp.float32), 0.0)
         weights = counted.astype(jnp.float32)
@@ -170,14 +170,14 @@ def _sequences(
     """Returns the tokens of each text, checked."""
     if not isinstance(model, PackedEncoder) or not hasattr(model, METHOD):
         raise InputTypeError(
-            f"embed(model): a {type(model).__name__} without {METHOD}; an encoder that several"
-            " sequences may share a row of is needed; pass a BERT of models.load"
+            f"embed(model): a {type(model).__name__} without {METHOD}; an encoder of several"
+            " sequences in one row is needed; pass a BERT of models.load"
         )
     limit = model.max_seq_len if max_tokens is None else max_tokens
     if not 1 <= limit <= model.max_seq_len:
         raise InputError(
-            f"embed(max_tokens={max_tokens}): the model takes 1 to {model.max_seq_len};"
-            " these are allowed; choose one of them"
+            f"embed(max_tokens={max_tokens}): out of range; 1 to {model.max_seq_len} are allowed"
+            " for this model; choose one of them"
         )
     if isinstance(texts, str):
         raise InputTypeError("embed(texts): a text; a list of texts is needed; pass [text]")
@@ -186,13 +186,13 @@ def _sequences(
     strings = [text for text in texts if isinstance(text, str)]
     if strings and len(strings) < len(texts):
         raise InputTypeError(
-            "embed(texts): some are texts and some are not; texts alone, or rows of integer token"
-            " ids alone, are allowed; convert them"
+            "embed(texts): some are texts and some are not; only texts, or only rows of integer"
+            " token ids, are allowed; convert them"
         )
     if strings:
         encoded = _encode(strings, tokenizer, limit, model.vocab_size)
-        if max_tokens is None:  # Else it was asked for.
-            remedy = "the model takes no more: split them, or say max_tokens to cut them"
+        if max_tokens is None:  # otherwise the caller asked for it
+            remedy = "the model takes no more: split them, or pass max_tokens to cut them"
             warn_of_cut("embed(texts)", encoded, limit, remedy)
         return [encoding.ids for encoding in encoded]
     rows = [text for text in texts if not isinstance(text, str)]
@@ -211,8 +211,8 @@ def _encode(
         )
     if tokenizer.get_vocab_size() > vocab_size:
         raise InputError(
-            f"embed(tokenizer): it has {tokenizer.get_vocab_size()} tokens, the model {vocab_size};"
-            " no more than the model's are allowed; load it from the model's folder"
+            f"embed(tokenizer): it has {tokenizer.get_vocab_size()} tokens; at most the model's"
+            f" {vocab_size} are allowed; load it from the model's folder"
         )
     check_unicode("embed(texts)", texts)
     tokenizer.no_padding()
@@ -246,14 +246,14 @@ def _row_length(max_seq_len: int, longest: int, batch_tokens: int) -> int:
     row_length = rooms.least(longest)
     if batch_tokens < row_length:
         raise InputError(
-            f"embed(batch_tokens={batch_tokens}): a row is {row_length} tokens; one or more rows"
-            " make a batch; raise it"
+            f"embed(batch_tokens={batch_tokens}): less than a row of {row_length} tokens; one row"
+            " or more is allowed; raise it"
         )
     return row_length
 
 
 def _behind[T](items: Iterator[T], distance: int) -> Iterator[T]:
-    """Yields the items, each only when so many after it have been asked for."""
+    """Yields the items, each only after `distance` later ones have been taken."""
     waiting: list[T] = []
     for item in items:
         waiting.append(item)
@@ -266,8 +266,8 @@ def _check_finite(vectors: Float[np.ndarray, "texts D"]) -> None:
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise ModelError(
-            f"embed(): the model gave text {bad[0]} a vector that is not finite, and"
-            f" {len(bad) - 1} others; finite weights are needed; load it with verify=True"
+            f"embed(): the vectors of text {bad[0]} and {len(bad) - 1} others are not finite;"
+            " finite weights are needed; load the model with verify=True"
         )
 
 

@@ -1,6 +1,6 @@
-"""An image file into what a Vision Transformer takes, as its preprocessor_config.json says.
+"""Reads an image file as the input of a Vision Transformer, by its preprocessor_config.json.
 
-Decoding and resizing are Pillow's, which is an extra: pbjax[images].
+Pillow decodes and resizes; it is an extra: pbjax[images].
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pbjax.errors import FileError, InputError
 from pbjax.inference.preprocessor import positive_integer, positive_number
 
-# Of Hugging Face's ViTImageProcessor, where the file leaves a field out.
+# Defaults of Hugging Face's ViTImageProcessor, where the file leaves a field out.
 MEAN = STD = (0.5, 0.5, 0.5)
 BILINEAR = 2
 MODES = {1: "L", 3: "RGB"}
@@ -24,23 +24,24 @@ def read_image(
     """Reads, resizes, scales and shifts an image.
 
     Args:
-      path: PNG, JPEG or whatever else Pillow reads.
-      settings: Of preprocessor_config.json.
+      path: A PNG, a JPEG or any other file that Pillow reads.
+      settings: The content of preprocessor_config.json.
       num_channels: 3 for colour, 1 for grey.
-      name: Of the checkpoint, for messages.
+      name: Name of the checkpoint, for messages.
 
     Returns:
       The image as a batch of one.
 
     Raises:
       FileError: The file cannot be read as an image.
-      InputError: Pillow is not there, or the settings are not supported.
+      InputError: Pillow is not installed, or the settings are not supported.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise InputError(
-            f"{path}: Pillow is not installed; it decodes images; pip install 'pbjax[images]'"
+            f"{path}: Pillow is not installed; it decodes images; install it by pip install "
+            "'pbjax[images]'"
         ) from error
     if num_channels not in MODES:
         raise InputError(
@@ -82,7 +83,7 @@ def read_image(
 
 
 def _size(settings: Mapping[str, object], name: str) -> tuple[int, int]:
-    """Height and width; one number in files of old, for both."""
+    """Height and width; old files have one number for both."""
     size = settings.get("size", 224)
     if isinstance(size, int):
         side = positive_integer({"size": size}, "size", 224, name)

@@ -1,8 +1,8 @@
-"""Sequences of different lengths laid end to end in rows of one length, with next to no padding.
+"""Packs sequences of different lengths end to end into rows of one length, with little padding.
 
-Pure: no jax, and no model. An encoder whose tokens see only those of their own sequence, which the
-segment ids tell, computes nothing on padding this way but what is left at the ends of rows. The
-rows are filled best fit, longest sequence first.
+Pure: no jax, and no model. An encoder whose tokens see only those of their own sequence, by the
+segment ids, then computes only on the padding at the ends of rows. The rows are filled best fit,
+longest sequence first.
 
 Source: Johnson 1973 (bin packing); Krell et al. 2021, section 3 (for encoders).
 """
@@ -23,10 +23,10 @@ class PackedRows:
 
     Attributes:
       input_ids: Tokens; 0 where there is none.
-      segment_ids: Which sequence of its row a token belongs to, from 1 on; 0 where there is none.
-      position_ids: Where in its sequence a token stands.
-      offsets: Where each sequence, and the empty end of each row, begins among the tokens of all
-        rows, and at the end their number, as often as is left over.
+      segment_ids: Number of a token's sequence in its row, from 1 on; 0 where there is none.
+      position_ids: Position of a token in its sequence.
+      offsets: Start of each sequence, and of the empty end of each row, among the tokens of all
+        rows; the remaining entries are the number of these tokens.
     """
 
     input_ids: Int[np.ndarray, "R L"]
@@ -37,13 +37,12 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Which sequences stand in which row.
+    """The sequences of each row.
 
     Attributes:
       row_length: Tokens of a row.
       lengths: Tokens of each sequence.
-      rows: The sequences of each row by index, in the order in which they stand there. Empty
-        sequences stand nowhere.
+      rows: The sequences of each row by index, in order. Empty sequences are in no row.
     """
 
     row_length: int
@@ -52,17 +51,17 @@ class Packing:
 
     @property
     def most_segments(self) -> int:
-        """Sequences of the row that has most."""
+        """The most sequences of any row."""
         return max(map(len, self.rows), default=0)
 
     @property
     def filled(self) -> float:
-        """Part of all places that hold a token; 1 for no rows."""
+        """Share of all places that hold a token; 1 for no rows."""
         places = self.row_length * len(self.rows)
         return sum(self.lengths) / places if places else 1.0
 
     def cumulative_lengths(self, row: int) -> Int[np.ndarray, " S1"]:
-        """Returns where each sequence of a row begins, and where the last one ends."""
+        """Returns the start of each sequence of a row, and the end of the last one."""
         return np.cumsum([0, *(self.lengths[index] for index in self.rows[row])], dtype=np.int32)
 
     def arrays(
@@ -75,10 +74,10 @@ class Packing:
         """Returns rows as arrays; those beyond the last are empty.
 
         Args:
-          sequences: The tokens of each sequence that was packed.
+          sequences: The tokens of each packed sequence.
           first: The first row.
-          num_rows: How many.
-          num_segments: For how many sequences a row there are offsets; None = `most_segments`.
+          num_rows: How many rows.
+          num_segments: Number of sequences in a row that get offsets; None = `most_segments`.
         """
         ids, segments, positions = np.zeros((3, num_rows, self.row_length), np.int32)
         num_segments = self.most_segments if num_segments is None else num_segments
@@ -100,17 +99,17 @@ class Packing:
 
 
 def pack(lengths: Sequence[int], row_length: int) -> Packing:
-    """Lays sequences into as few rows as best fit finds, the longest first.
+    """Packs sequences into rows by best fit, the longest first.
 
-    All rows but one are more than half full, and there are at most 11/9 of the fewest possible, and
-    one more.
+    All rows but one are more than half full, and there are at most 11/9 of the fewest possible,
+    plus one.
 
     Args:
       lengths: Tokens of each sequence.
       row_length: Tokens of a row.
 
     Raises:
-      InputError: A length is negative or above that of a row.
+      InputError: A length is negative or above the length of a row.
     """
     lengths = tuple(map(int, lengths))
     if bad := [length for length in lengths if not 0 <= length <= row_length]:
@@ -119,8 +118,8 @@ def pack(lengths: Sequence[int], row_length: int) -> Packing:
             " into a row; cut it, or make the rows longer"
         )
     rows: list[list[int]] = []
-    # Rows by how many places they have left, and a bit for every such number that occurs: the
-    # lowest bit from a length on is the tightest fit, found without a search.
+    # Rows by their number of free places, and a bit for every such number that occurs: the lowest
+    # bit from a length on is the tightest fit, found without a search.
     by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     rooms = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

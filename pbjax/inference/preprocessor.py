@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's preprocessor_config.json, for images and audio alike."""
+"""Fields of a checkpoint's preprocessor_config.json, for images and audio."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def positive_number(
     """Returns a positive field, or the default of the feature extractor's class.
 
     Raises:
-      InputError: It is no positive number.
+      InputError: It is not a positive number.
     """
     value = settings.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -24,10 +24,10 @@ def positive_number(
 
 
 def positive_integer(settings: Mapping[str, object], field: str, default: int, name: str) -> int:
-    """Returns a field that counts something, or the default of the feature extractor's class.
+    """Returns a positive integer field, or the default of the feature extractor's class.
 
     Raises:
-      InputError: It is no whole number of 1 or more.
+      InputError: It is not a whole number of 1 or more.
     """
     value = positive_number(settings, field, default, name)
     if not value.is_integer():

@@ -1,4 +1,4 @@
-"""Sentences into a text encoder, and its outputs into sentence embeddings: the demo's two ends."""
+"""Sentences in and sentence embeddings out of a text encoder, for the demo."""
 
 import warnings
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class SimilarPair:
 
 
 def read_sentences(path: Path, count: int | None) -> list[str]:
-    """The first sentences of a text file, or all for None; one a line, empty lines do not count.
+    """The first `count` sentences of a text file, or all for None; one a line, without empty lines.
 
     Raises:
-      FileError: The file cannot be read or has too few lines, or none.
+      FileError: The file cannot be read, or has too few sentences.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -58,10 +58,10 @@ def read_sentences(path: Path, count: int | None) -> list[str]:
 
 
 def check_unicode(asked: str, texts: Sequence[str]) -> None:
-    """Refuses texts that are no Unicode, such as a command's arguments in another encoding.
+    """Refuses texts that are not valid Unicode, such as arguments in another encoding.
 
     Args:
-      asked: What the texts were given as, for the message.
+      asked: The call and the argument, for the message.
       texts: The texts.
 
     Raises:
@@ -76,13 +76,13 @@ def check_unicode(asked: str, texts: Sequence[str]) -> None:
 
 
 def warn_of_cut(asked: str, encoded: Sequence, limit: int, remedy: str) -> None:
-    """Warns where a tokenizer has cut texts.
+    """Warns if a tokenizer has cut texts.
 
     Args:
-      asked: What the texts were given as.
-      encoded: What the tokenizer made of each.
-      limit: Tokens that it kept of a text at most.
-      remedy: What its user can do.
+      asked: The call and the argument, for the message.
+      encoded: The encodings of all texts.
+      limit: The most tokens that were kept of a text.
+      remedy: What to do, for the message.
     """
     cut = sum(bool(encoding.overflowing) for encoding in encoded)
     if cut:
@@ -117,7 +117,7 @@ def sentence_embeddings(
 ) -> Float[np.ndarray, "B D"]:
     """Means of the token vectors over the mask, scaled to length one.
 
-    A sentence without tokens, an empty text to some tokenizers, has the zero vector.
+    A sentence without tokens, as some tokenizers make of an empty text, has the zero vector.
 
     Source: Reimers and Gurevych 2019, section 3 (mean pooling).
     """

@@ -170,7 +170,7 @@ def test_converted_model_generates_the_same(folder, tmp_path):
         (("--top-p", 0.5), "raise temperature or leave them out"),
         (("--max-new-tokens", 0), "max_new_tokens=0"),
         (("--max-new-tokens", 126), "the model has 128 positions"),
-        (("--stop", ""), "with something in each"),
+        (("--stop", ""), "non-empty texts"),
         (("--seed", -1), "-1 among them"),
     ],
 )

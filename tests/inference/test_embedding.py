@@ -179,7 +179,7 @@ def test_progress_counts_texts():
         ({"texts": [[1] * 17]}, InputError, "number 0 has 17 tokens; 0 to 16"),
         ({"texts": [[1]], "max_tokens": 17}, InputError, "max_tokens=17.*1 to 16"),
         ({"texts": [[1]], "max_tokens": 0}, InputError, "max_tokens=0"),
-        ({"texts": [[1]], "batch_tokens": 127}, InputError, "a row is 128 tokens"),
+        ({"texts": [[1]], "batch_tokens": 127}, InputError, "less than a row of 128 tokens"),
     ],
 )
 def test_wrong_argument_is_refused(arguments, kind, message):
@@ -200,5 +200,5 @@ def test_model_without_packing_is_refused():
 def test_values_that_are_not_finite_are_an_error():
     model = nnx.merge(*nnx.split(bert()))
     model.embeddings.norm.scale[...] = model.embeddings.norm.scale[...] * np.nan
-    with pytest.raises(ModelError, match="text 0 a vector that is not finite"):
+    with pytest.raises(ModelError, match="vectors of text 0 and 0 others are not finite"):
         embed(model, [[1, 2]])

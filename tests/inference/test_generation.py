@@ -322,8 +322,8 @@ def test_buckets(count, limit, size):
         ([[1]], {"seed": 2**32}, "4294967296 among them"),
         ([[1]], {"stop_tokens": [97]}, r"stop_tokens\): token 97"),
         ([[1]], {"stop_strings": ["w3"]}, "there is no tokenizer"),
-        ([[1]], {"stop_strings": [""], "tokenizer": tokenizer}, "with something in each"),
-        ([[1]], {"stop_strings": "w3", "tokenizer": tokenizer}, "with something in each"),
+        ([[1]], {"stop_strings": [""], "tokenizer": tokenizer}, "non-empty texts"),
+        ([[1]], {"stop_strings": "w3", "tokenizer": tokenizer}, "non-empty texts"),
     ],
 )
 def test_argument_without_a_meaning_is_refused(rows, options, message):
@@ -365,5 +365,5 @@ def test_model_without_a_cache_is_refused():
 
 def test_scores_that_are_no_numbers_are_an_error():
     broken = changed("gpt2", **{"norm.scale": lambda value: value * np.nan})
-    with pytest.raises(ModelError, match="scores of token 1 after prompt 0 are no numbers"):
+    with pytest.raises(ModelError, match="scores of token 1 after prompt 0 are not numbers"):
         pbjax.generate(broken, [[1, 2]], max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""`generate` and `stream`: checks, compiled programs, and the loop on the host that reads them."""
+"""`generate` and `stream`: checks, compiled programs, and the loop that reads their results."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from pbjax.inference.generation.sampling import Sampling, settings_of
 from pbjax.inference.generation.text import TextStream, check_stop_strings
 from pbjax.runtime.program_cache import keep_programs
 
-# Tokens between two looks for stop strings where nobody waits for the text.
+# Tokens between two searches for stop strings where the text is not streamed.
 CHUNK = 16
 METHODS = ("empty_cache", "prefill", "decode")
 
@@ -68,9 +68,9 @@ def generate(
 ) -> list[Completion]:
     """Continues prompts.
 
-    What a sequence becomes depends on its own prompt, settings and seed, not on its neighbours or
-    its padding. Arrays have sizes out of a short list (16, 32, 56, 88 and so on), so that another
-    call of the same batch size and a similar length compiles nothing.
+    A continuation depends on its own prompt, settings and seed, not on its neighbours or padding.
+    Arrays have sizes from a short list (16, 32, 56, 88 and so on), so that another call of the same
+    batch size and a similar length compiles nothing.
 
     Args:
       model: A decoder with `empty_cache`, `prefill`, `decode`, `vocab_size` and `max_seq_len`, such
@@ -79,23 +79,23 @@ def generate(
       max_new_tokens: Tokens to generate for each prompt at most.
       attention_mask: 1 for tokens, 0 for padding on the left, on the right or both.
       tokenizer: From `models.load_tokenizer`; needed for texts and stop strings.
-      temperature: What scores are divided by; 0 takes the best token each time.
+      temperature: Divisor of the scores; 0 takes the best token each time.
       top_k: How many of the best tokens may be drawn; None = all.
       top_p: Draws from the fewest best tokens that have this probability together.
-      min_p: Draws from the tokens that have this part of the best one's probability.
-      repetition_penalty: Makes tokens that are there already, in the prompt too, less likely.
-      seed: Of the random numbers of each sequence; one number means seed, seed + 1 and so on.
-      stop_tokens: Each ends its sequence, such as `models.load_stop_tokens(FOLDER)`.
-      stop_strings: Each ends its sequence when its text holds it.
+      min_p: Draws from the tokens that have this share of the best one's probability.
+      repetition_penalty: Makes tokens that occurred already, in the prompt too, less likely.
+      seed: Seed of the random numbers of each sequence; one number means seed, seed + 1 and so on.
+      stop_tokens: Tokens that end a sequence, such as `models.load_stop_tokens(FOLDER)`.
+      stop_strings: Texts that end a sequence when it contains one.
 
     Returns:
-      One completion a prompt, in their order.
+      One completion for each prompt, in their order.
 
     Raises:
       InputError: An argument has a value that is not allowed, or a prompt and its continuation are
         longer than the model's positions.
       InputTypeError: The model is no such decoder, or prompts or tokenizer are of another type.
-      ModelError: The model gave scores that are no numbers.
+      ModelError: The model gave scores that are not numbers.
     """
     request = _request(
         model,
@@ -135,11 +135,10 @@ def stream(
     stop_tokens: TokenIds = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[Token]:
-    """Continues prompts and yields each token as soon as it is there.
+    """Continues prompts and yields each token as soon as it is known.
 
-    The tokens are those of `generate` with the same arguments, which it documents, and the same
-    compiled programs make them. Errors of arguments are raised by the call, before the first token
-    is asked for.
+    The tokens are those of `generate` with the same arguments, made by the same compiled programs.
+    Errors of arguments are raised by the call, before the first token is asked for.
 
     Yields:
       The tokens of each step in the order of the prompts.
@@ -195,7 +194,7 @@ def _request(
     if limit is not None and prompts.longest + max_new_tokens > limit:
         raise InputError(
             f"generate(max_new_tokens={max_new_tokens}): with a prompt of {prompts.longest} tokens "
-            f"these are {prompts.longest + max_new_tokens}; the model has {limit} positions; "
+            f"that makes {prompts.longest + max_new_tokens}; the model has {limit} positions; "
             "shorten the prompt or generate fewer"
         )
     if bad := [token for token in stop_tokens if not 0 <= token < vocab_size]:
@@ -229,8 +228,8 @@ def _seeds(seed: Seeds, batch_size: int) -> np.ndarray:
         seeds = [first + index for index in range(batch_size)]
     if len(seeds) != batch_size:
         raise InputError(
-            f"generate(seed): {len(seeds)} seeds for {batch_size} prompts; one number, or one a "
-            "prompt, is allowed; correct them"
+            f"generate(seed): {len(seeds)} seeds for {batch_size} prompts; one number, or one for "
+            "each prompt, is allowed; correct them"
         )
     if bad := [value for value in seeds if not 0 <= value < 2**32]:
         raise InputError(
@@ -240,7 +239,7 @@ def _seeds(seed: Seeds, batch_size: int) -> np.ndarray:
 
 
 def _run(request: Request, chunk: int) -> Iterator[Token]:
-    """Runs the programs, `chunk` tokens a call, and yields what they make."""
+    """Runs the programs, `chunk` tokens in a call, and yields the tokens."""
     keep_programs()
     methods = {name: shared_method(request.model, name) for name in METHODS}
     decoder = Decoder(**{name: method.apply for name, method in methods.items()})
@@ -256,12 +255,12 @@ def _run(request: Request, chunk: int) -> Iterator[Token]:
         **given,
     )
     reader = Reader(request)
-    # Read at once: the first token need not wait until the second program is compiled.
+    # Read at once, so that the first token does not wait for the second program's compilation.
     yield from reader.read(state)
     unread, limit = None, 1
     while limit < last and not reader.done.all():
         limit = min(limit + chunk, last)
-        # The next tokens are under way while those before are read: a call returns at once.
+        # A call returns at once: tokens are read while the next ones are computed.
         stopped = reader.done.copy()
         cache, state = advance(
             weights, cache, state, stopped, np.int32(limit), request.rules, **given
@@ -274,10 +273,10 @@ def _run(request: Request, chunk: int) -> Iterator[Token]:
 
 
 class Reader:
-    """Reads states as they come and knows which sequences have ended."""
+    """Reads the tokens of states and keeps track of the sequences that have ended."""
 
     def __init__(self, request: Request) -> None:
-        """Starts with no token of any sequence."""
+        """Starts without tokens."""
         self._request = request
         rows = request.prompts.rows
         self.done = np.zeros(len(rows), bool)
@@ -291,12 +290,12 @@ class Reader:
         )
 
     def read(self, state: State) -> Iterator[Token]:
-        """Yields the tokens of a state that are new, step by step."""
+        """Yields the new tokens of a state, step by step."""
         start, step = self._read, int(state.step)
         self._read = step
         first, arrays = 0, (state.tokens, state.log_probs)
         if step - start <= CHUNK < state.tokens.shape[1]:
-            # Not all columns: they would be far more bytes than the new tokens.
+            # All columns would be far more bytes than the new tokens.
             first = min(start, state.tokens.shape[1] - CHUNK)
             arrays = window(state, np.int32(first), width=CHUNK)
         tokens, log_probs = jax.device_get(arrays)
@@ -308,8 +307,8 @@ class Reader:
     def _token(self, row: int, count: int, token_id: int, log_prob: np.float32) -> Token:
         if np.isnan(log_prob):
             raise ModelError(
-                f"generate(): the scores of token {count} after prompt {row} are no numbers; finite"
-                " scores are needed; load the model with a wider dtype, or check its weights"
+                f"generate(): the scores of token {count} after prompt {row} are not numbers; "
+                "finite scores are needed; load the model with a wider dtype, or check its weights"
             )
         reason: FinishReason | None = None
         if token_id in self._stop_tokens:

@@ -1,8 +1,8 @@
 """The two compiled programs of a run: prompts into a cache and a first token, then more tokens.
 
 The second one is a loop on the device up to a limit that is an input, so that the same program
-makes one token for a stream and all of them at once. The cache is donated from call to call; the
-little arrays beside it are not, so that they can be read while the next call runs.
+makes one token for a stream or all of them at once. The cache is donated from call to call; the
+small arrays beside it are not, so that they can be read while the next call runs.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,10 @@ from pbjax.inference.generation.sampling import Settings, StaticSettings, choose
 
 @runtime_checkable
 class CachedDecoder(Protocol):
-    """An nnx module that predicts tokens over a KV cache, whose batch axes all come first.
+    """An nnx module that predicts tokens over a KV cache.
 
-    The cache is any tree of arrays; outputs have `logits` (B, T, V) and `cache`.
+    The cache is any tree of arrays with the batch as first axis; outputs have `logits` (B, T, V)
+    and `cache`.
     """
 
     @property
@@ -39,7 +40,7 @@ class CachedDecoder(Protocol):
         """Returns a cache without tokens."""
         ...
 
-    # The rest is called by name as a function of the weights: see Decoder.
+    # Its other methods are called by name as functions of the weights: see Decoder.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,9 @@ class Decoder:
     """A decoder as functions of its weights, the same objects for decoders of the same structure.
 
     Attributes:
-      empty_cache: (weights, batch size, tokens a sequence) to a cache.
-      prefill: (weights, prompts, lengths, cache) to logits and cache.
-      decode: (weights, tokens, cache) to logits and cache.
+      empty_cache: Turns (weights, batch size, tokens of a sequence) into a cache.
+      prefill: Turns (weights, prompts, lengths, cache) into logits and cache.
+      decode: Turns (weights, tokens, cache) into logits and cache.
     """
 
     empty_cache: Callable
@@ -60,12 +61,12 @@ class Decoder:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What decides over tokens; one row a sequence, beside the stop tokens.
+    """The rules for choosing tokens, with one row for each sequence.
 
     Attributes:
-      settings: Of the choice.
-      seeds: Of the random numbers.
-      stop_tokens: Each ends a sequence; -1 is none.
+      settings: Settings of the choice.
+      seeds: Seeds of the random numbers.
+      stop_tokens: Tokens that end any sequence; -1 means none.
     """
 
     settings: Settings
@@ -76,14 +77,14 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What was generated so far.
+    """The tokens generated so far.
 
     Attributes:
-      tokens: At [b, i] token i of sequence b; nothing of meaning once it has ended.
-      log_probs: Their log-probabilities under the model's own distribution.
-      done: Which sequences have ended.
-      seen: Which tokens a sequence has, its prompt included; None where nobody asks.
-      step: Tokens of a sequence that has not ended.
+      tokens: At [b, i] token i of sequence b; undefined after the sequence has ended.
+      log_probs: Log-probabilities of the tokens under the model's own distribution.
+      done: Whether each sequence has ended.
+      seen: Whether each sequence has each token, its prompt included; None where it is not needed.
+      step: Number of tokens of a sequence that has not ended.
     """
 
     tokens: Int[Array, "B S"]
@@ -107,13 +108,13 @@ def begin(
     """Runs the prompts and chooses the first token of each sequence.
 
     Args:
-      weights: Of the decoder.
+      weights: Weights of the decoder.
       prompts: Tokens, padded on the right.
-      lengths: Tokens of each row.
-      rules: Of the choice.
-      decoder: The functions.
+      lengths: Number of tokens of each row.
+      rules: Rules of the choice.
+      decoder: The decoder's functions.
       num_keys: Tokens of a sequence that the cache has room for.
-      static: What the rules need.
+      static: The compiled part of the rules.
 
     Returns:
       The cache and the state.
@@ -147,14 +148,14 @@ def advance(
     """Generates until each sequence has ended or has `limit` tokens.
 
     Args:
-      weights: Of the decoder.
-      cache: Given back longer; the one passed in is gone.
-      state: What was generated so far.
-      stopped: Which sequences end here for a reason that the device does not see.
-      limit: Tokens of a sequence.
-      rules: Of the choice.
-      decoder: The functions.
-      static: What the rules need.
+      weights: Weights of the decoder.
+      cache: The cache, which is donated and returned with more tokens.
+      state: The tokens generated so far.
+      stopped: Whether each sequence ends here for a reason unknown to the device.
+      limit: Most tokens of a sequence.
+      rules: Rules of the choice.
+      decoder: The decoder's functions.
+      static: The compiled part of the rules.
 
     Returns:
       The cache and the state.
@@ -187,7 +188,7 @@ def window(
 def _extend(
     state: State, logits: Float[Array, "B V"], rules: Rules, static: StaticSettings
 ) -> State:
-    """The state with one token more for each sequence that has not ended."""
+    """The state with one more token for each sequence that has not ended."""
     with jax.named_scope("sampling"):
         keys = keys_of(rules.seeds, state.step)
         tokens = choose(logits, state.seen, rules.settings, keys, static)

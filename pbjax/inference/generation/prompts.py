@@ -1,6 +1,6 @@
-"""Prompts of any form as rows of tokens that start at column 0, and the sizes they are padded to.
+"""Turns prompts of any kind into rows of tokens that start at column 0, and sizes for padding.
 
-Padding is removed here, on the left as on the right, so that nothing after this depends on it.
+Padding is removed here on both sides, so that nothing after this depends on it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pbjax.errors import InputError, InputTypeError
 from pbjax.inference.texts import check_unicode
 
 SMALLEST_BUCKET, BUCKET_MULTIPLE = 16, 8
-# Of models whose positions have no end; longer sequences get arrays of their own length.
+# For models without a longest sequence; longer sequences get arrays of their own length.
 LARGEST_BUCKET = 2**20
 
 
@@ -24,23 +24,23 @@ class Prompts:
     """Token sequences of one batch.
 
     Attributes:
-      rows: The tokens of each.
+      rows: The tokens of each sequence.
     """
 
     rows: tuple[tuple[int, ...], ...]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest one."""
+        """Tokens of the longest sequence."""
         return max(map(len, self.rows))
 
     @property
     def lengths(self) -> Int[np.ndarray, " B"]:
-        """Tokens of each."""
+        """Number of tokens of each sequence."""
         return np.array([len(row) for row in self.rows], np.int32)
 
     def padded(self, length: int) -> Int[np.ndarray, "B T"]:
-        """Returns them with zeros behind each up to one length."""
+        """Returns the sequences with zeros after each up to one length."""
         ids = np.zeros((len(self.rows), length), np.int32)
         for row, tokens in zip(ids, self.rows, strict=True):
             row[: len(tokens)] = tokens
@@ -48,7 +48,7 @@ class Prompts:
 
 
 def bucket(count: int, limit: int | None) -> int:
-    """Returns the size that arrays for so many tokens get: 16, 32, 56, 88, 136 and so on.
+    """Returns the size of arrays for some tokens: 16, 32, 56, 88, 136 and so on.
 
     Args:
       count: Tokens that must fit.
@@ -65,13 +65,13 @@ def read_prompts(
     tokenizer: tokenizers.Tokenizer | None,
     vocab_size: int,
 ) -> Prompts:
-    """Turns what a caller gives into rows of tokens.
+    """Turns a caller's prompts into rows of tokens.
 
     Args:
       prompts: A text, texts, rows of token ids of any lengths, or an array of them.
       attention_mask: 1 for tokens, 0 for padding on the left, on the right or both; None = all 1.
-      tokenizer: For texts; its truncation and padding are turned off.
-      vocab_size: Ids are below it.
+      tokenizer: Tokenizer for texts; its truncation and padding are turned off.
+      vocab_size: Number of tokens; ids are below it.
 
     Raises:
       InputError: There is no prompt or an empty one, an id is outside the vocabulary, the mask does
@@ -112,8 +112,8 @@ def _encode(texts, attention_mask, tokenizer) -> list[Sequence[int]]:
         )
     if other := [type(text).__name__ for text in texts if not isinstance(text, str)]:
         raise InputTypeError(
-            f"generate(prompts): texts and a {other[0]} among them; all are texts or all are "
-            "token ids; convert them"
+            f"generate(prompts): texts and a {other[0]} among them; only texts, or only token ids, "
+            "are allowed; convert them"
         )
     check_unicode("generate(prompts)", texts)
     tokenizer.no_truncation()
@@ -158,8 +158,8 @@ def _strip(rows: list[np.ndarray], attention_mask) -> list[np.ndarray]:
         places = np.flatnonzero(mask)
         if len(places) and places[-1] - places[0] + 1 != len(places):
             raise InputError(
-                f"generate(attention_mask): row {index} has padding between its tokens; padding "
-                "is on the left or on the right; remove the tokens that do not count"
+                f"generate(attention_mask): row {index} has padding between its tokens; padding on "
+                "the left or on the right is allowed; remove the tokens that do not count"
             )
     return [row[np.asarray(mask) != 0] for row, mask in zip(rows, masks, strict=True)]
 

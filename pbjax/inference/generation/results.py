@@ -1,4 +1,4 @@
-"""What generation returns: tokens as they come, and whole completions."""
+"""The results of generation: single tokens, and whole completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ class Token:
     """One generated token.
 
     Attributes:
-      sequence: Which prompt it continues, counted from 0.
+      sequence: Number of the prompt that it continues, from 0.
       token_id: The token.
       log_prob: Its log-probability, in nats, under the model's own distribution: before penalty,
         temperature and filters.
-      text: What it adds to the text; empty while a character is incomplete or a stop string may
-        have begun. None without a tokenizer.
-      finish_reason: Why the sequence ends with it; None while it goes on.
+      text: The text that it adds; empty while a character is incomplete or a stop string may have
+        begun. None without a tokenizer.
+      finish_reason: The reason why the sequence ends with it; None while it goes on.
     """
 
     sequence: int
@@ -30,14 +30,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What was generated after one prompt.
+    """The continuation of one prompt.
 
     Attributes:
       token_ids: The tokens, a stop token included.
       log_probs: Their log-probabilities, as in `Token`.
-      text: Their text, without the stop token or stop string and what follows; None without a
-        tokenizer.
-      finish_reason: A stop token or stop string came, or the allowed number of tokens.
+      text: Their text up to the stop token or stop string; None without a tokenizer.
+      finish_reason: The reason for its end: a stop token, a stop string, or the allowed length.
     """
 
     token_ids: tuple[int, ...]
@@ -50,7 +49,7 @@ class Completion:
         """Joins the tokens of one sequence, up to the one that ends it."""
         reason = tokens[-1].finish_reason
         if reason is None:
-            raise AssertionError("a sequence has no end")
+            raise AssertionError("the last token does not end the sequence")
         texts = [token.text for token in tokens if token.text is not None]
         return cls(
             token_ids=tuple(token.token_id for token in tokens),

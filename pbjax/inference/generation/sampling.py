@@ -1,8 +1,8 @@
-"""How the next token is chosen from scores: penalty, temperature, filters, draw.
+"""Chooses the next token from scores: penalty, temperature, filters, draw.
 
 The order is Hugging Face's: repetition penalty, temperature, top-k, top-p, min-p. Each filter
-keeps the tokens whose score reaches a threshold, so that equal scores share one fate whatever their
-order. Not here: when to stop.
+keeps the tokens whose score reaches a threshold, so that tokens of equal scores are kept or dropped
+together. Not here: when to stop.
 """
 
 import math
@@ -22,12 +22,12 @@ class Sampling:
     """Settings of one sequence.
 
     Attributes:
-      temperature: What scores are divided by; 0 takes the best token.
+      temperature: Divisor of the scores; 0 takes the best token.
       top_k: How many of the best tokens may be drawn; None = all.
-      top_p: The least probability that the tokens which may be drawn have together.
-      min_p: The least probability of a token that may be drawn, as a part of the best one's.
-      repetition_penalty: What the score of a token that is there already is divided by if
-        positive, multiplied by if negative; 1 = none.
+      top_p: Least total probability of the tokens that may be drawn.
+      min_p: Least probability of a token that may be drawn, as a share of the best one's.
+      repetition_penalty: Divisor of positive scores, and factor of negative ones, of tokens that
+        occurred already; 1 = none.
     """
 
     temperature: float = 0.0
@@ -37,7 +37,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        """Takes numbers of any library; raises unless every setting is one and has a meaning."""
+        """Takes numbers of any library; raises unless every setting is a number in its range."""
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             object.__setattr__(self, name, number(f"generate({name})", getattr(self, name)))
         if self.top_k is not None:
@@ -51,15 +51,15 @@ class Sampling:
         if self.temperature == 0 and self.filters:
             raise InputError(
                 f"generate(temperature={self.temperature}): the best token is taken, which "
-                "top_k, top_p and min_p cannot change; they are for temperatures above 0; raise "
-                "temperature or leave them out"
+                "top_k, top_p and min_p cannot change; they are allowed with temperatures above 0; "
+                "raise temperature or leave them out"
             )
 
     def _require(self, name: str, fulfilled: bool, allowed: str) -> None:
         if not fulfilled:
             raise InputError(
-                f"generate({name}={getattr(self, name)}): this has no meaning; {allowed} is "
-                f"allowed; correct {name}"
+                f"generate({name}={getattr(self, name)}): out of range; {allowed} is allowed; "
+                f"correct {name}"
             )
 
     @property
@@ -69,7 +69,7 @@ class Sampling:
 
     @property
     def static(self) -> "StaticSettings":
-        """What the compiled step must be able to do."""
+        """The part of the settings that is compiled."""
         return StaticSettings(
             draws=self.temperature > 0,
             sorts=self.top_k is not None or self.top_p < 1,
@@ -79,12 +79,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticSettings:
-    """The part of the settings that is compiled; all else are inputs.
+    """The part of the settings that is compiled; the others are inputs.
 
     Attributes:
       draws: Whether tokens are drawn at all.
       sorts: Whether scores must be sorted, for top-k or top-p.
-      penalises: Whether it must be remembered which tokens are there.
+      penalises: Whether the tokens that occurred must be remembered.
     """
 
     draws: bool
@@ -95,7 +95,7 @@ class StaticSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of every sequence as arrays; see `Sampling`. A top_k of the vocabulary = all."""
+    """The settings of every sequence as arrays; see `Sampling`. A top_k of vocab_size means all."""
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
@@ -122,9 +122,9 @@ def settings_of(sampling: Sampling, batch_size: int, vocab_size: int) -> Setting
 def penalise(
     scores: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """Makes the tokens that are there already less likely.
+    """Makes the tokens that occurred already less likely.
 
-    Source: Keskar et al. 2019 (CTRL), section 4.1; for negative scores as Hugging Face does it.
+    Source: Keskar et al. 2019 (CTRL), section 4.1; negative scores as in Hugging Face.
     """
     penalty = jnp.broadcast_to(penalty[:, None], scores.shape)
     return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
@@ -136,7 +136,7 @@ def keep_likely(
     """Sets the scores of tokens that may not be drawn to -inf.
 
     Args:
-      scores: Scores over the temperature.
+      scores: Scores divided by the temperature.
       settings: top_k, top_p and min_p of each row.
       sorts: Whether top_k or top_p of any row excludes a token.
 
@@ -147,8 +147,8 @@ def keep_likely(
         ranked = -jnp.sort(-scores, axis=1)
         kth = jnp.take_along_axis(ranked, settings.top_k[:, None] - 1, axis=1)
         ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)
-        # A token stays while those before it have less than top_p together. The best always does,
-        # also where float32 makes 0 of top_p.
+        # A token stays if the better ones have less than top_p together. The best always stays,
+        # even where float32 rounds top_p to 0.
         probabilities = jax.nn.softmax(ranked, axis=1)
         before = jnp.cumsum(probabilities, axis=1) - probabilities
         count = jnp.sum(before < settings.top_p[:, None], axis=1, keepdims=True)
@@ -168,10 +168,10 @@ def choose(
 
     Args:
       scores: The model's scores in f32.
-      seen: Which tokens are there already; None unless `static` penalises.
-      settings: Of each row.
+      seen: Whether each token occurred already; None unless `static` penalises.
+      settings: Settings of each row.
       keys: Random key of each row.
-      static: What the settings need.
+      static: The compiled part of the settings.
     """
     if seen is not None:
         scores = penalise(scores, seen, settings.repetition_penalty)

@@ -1,4 +1,4 @@
-"""Tokens into text one at a time: whole characters only, and nothing of a stop string."""
+"""Turns tokens into text one at a time: only whole characters, and nothing of a stop string."""
 
 from collections.abc import Collection, Sequence
 
@@ -14,7 +14,7 @@ class TextStream:
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], stop_strings: tuple[str, ...]
     ) -> None:
-        """Starts behind a prompt, on which the first character may depend."""
+        """Starts after a prompt, on which the first character may depend."""
         self._tokenizer, self._stop_strings = tokenizer, stop_strings
         self._decoder = DecodeStream(ids=list(prompt), skip_special_tokens=True)
         self._held = ""
@@ -23,7 +23,7 @@ class TextStream:
         """Takes a token.
 
         Returns:
-          The text that is certain now, and whether it ends before a stop string.
+          The text that is certain now, and whether a stop string ends it.
         """
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
         places = [self._held.find(stop) for stop in self._stop_strings]
@@ -35,7 +35,7 @@ class TextStream:
         return text, False
 
     def finish(self) -> str:
-        """Returns what was held back in case a stop string had begun."""
+        """Returns the text that was held back because a stop string might have begun."""
         text, self._held = self._held, ""
         return text
 
@@ -51,11 +51,11 @@ class TextStream:
 def check_stop_strings(
     stop_strings: Sequence[str], tokenizer: tokenizers.Tokenizer | None
 ) -> tuple[str, ...]:
-    """Returns stop strings as they are.
+    """Returns checked stop strings as a tuple.
 
     Raises:
-      InputError: They need a tokenizer, one is empty, or they are one string and not several.
-      InputTypeError: They are no texts.
+      InputError: There is no tokenizer, one is empty, or they are a single string.
+      InputTypeError: They are not texts.
     """
     texts = stop_strings if isinstance(stop_strings, Collection) else ()
     if texts is not stop_strings or not all(isinstance(text, str) for text in texts):
@@ -65,8 +65,8 @@ def check_stop_strings(
         )
     if isinstance(stop_strings, str) or "" in stop_strings:
         raise InputError(
-            f"generate(stop_strings={stop_strings!r}): not several texts with something in each; a "
-            "sequence of texts is allowed; write for instance stop_strings=['\\n\\n']"
+            f"generate(stop_strings={stop_strings!r}): a single text, or an empty one; a sequence "
+            "of non-empty texts is allowed; write for instance stop_strings=['\\n\\n']"
         )
     if stop_strings and tokenizer is None:
         raise InputError(
