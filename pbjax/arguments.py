@@ -1,4 +1,4 @@
-"""What callers pass: numbers of any library as Python's own; another type is refused by name."""
+"""Checks of arguments: numbers of any library become Python's; wrong types are refused by name."""
 
 import math
 import reprlib
@@ -14,10 +14,10 @@ def whole_number(asked: str, value: Any) -> int:
 
     Args:
       asked: The call and the argument, such as "generate(seed)".
-      value: What was passed.
+      value: The argument.
 
     Raises:
-      InputTypeError: It is something else, such as a float or a bool.
+      InputTypeError: The value is not a whole number, such as a float or a bool.
     """
     try:
         if not isinstance(value, bool):
@@ -31,7 +31,7 @@ def whole_numbers(asked: str, values: Any) -> list[int]:
     """Returns the whole numbers of a list, a tuple, a set or an array.
 
     Raises:
-      InputTypeError: They are something else, such as one number.
+      InputTypeError: The values are something else, such as one number.
     """
     try:
         if not isinstance(values, str | bytes):
@@ -48,7 +48,7 @@ def number(asked: str, value: Any) -> float:
     """Returns a number as a float.
 
     Raises:
-      InputTypeError: It is something else, such as a text, a bool or several numbers.
+      InputTypeError: The value is not a number, such as a text, a bool or several numbers.
     """
     try:
         if not isinstance(value, str | bytes | bytearray | bool):
@@ -63,32 +63,32 @@ def check_type(asked: str, value: object, kinds: tuple[type, ...], allowed: str)
 
     Args:
       asked: The call and the argument, such as "optimize(device)".
-      value: What was passed.
-      kinds: Types that it may have.
-      allowed: What these are, in words.
+      value: The argument.
+      kinds: The types that are allowed.
+      allowed: The same types in words.
 
     Raises:
-      InputTypeError: It has another one.
+      InputTypeError: The value has another type.
     """
     if not isinstance(value, kinds):
-        raise InputTypeError(f"{asked}: {_shown(value)}; {allowed} is allowed; pass such")
+        raise InputTypeError(f"{asked}: {_shown(value)}; {allowed} is allowed; pass one")
 
 
 def check_finite(
-    asked: str, figures: Mapping[str, float], remedy: str, *, zero: bool = True
+    asked: str, values: Mapping[str, float], remedy: str, *, zero: bool = True
 ) -> None:
-    """Refuses what no measurement gives.
+    """Refuses values that no measurement gives.
 
     Args:
-      asked: What has the figures, such as "Seconds".
-      figures: Rates or seconds by their name.
+      asked: The object that has the values, such as "Seconds".
+      values: Rates or seconds by their name.
       remedy: What to do, for the message.
       zero: Whether 0 is allowed.
 
     Raises:
-      InputError: One is negative, infinite or NaN; the message names it.
+      InputError: A value is negative, infinite or NaN; the message names it.
     """
-    for name, value in figures.items():
+    for name, value in values.items():
         if not (0 <= value < math.inf and (zero or value)):
             least = "0 or more" if zero else "above 0"
             raise InputError(

@@ -1,7 +1,7 @@
-"""A short list of sizes that arrays may have, so that few programs are compiled for inputs of any.
+"""A short list of sizes that arrays may have, so that few programs are compiled.
 
-Pure: no jax. An array is padded up to the least size that holds it; the list bounds what padding
-costs, and its length how many programs there can be.
+Pure: no jax. An array is padded up to the least size that holds it; the sizes bound the cost of
+padding, and their number bounds how many programs there can be.
 """
 
 import math
@@ -26,27 +26,26 @@ class Buckets:
         rising = all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
         if not self.sizes or self.sizes[0] < 1 or not rising:
             raise InputError(
-                f"Buckets(sizes={self.sizes}): not one or more positive sizes, each above the one"
-                " before; (16, 32, 64) is allowed; correct them"
+                f"Buckets(sizes={self.sizes}): empty, not positive or not rising; positive sizes in"
+                " rising order, such as (16, 32, 64), are allowed; correct them"
             )
 
     @classmethod
     def growing(
         cls, smallest: int, largest: int, *, waste: float = 0.5, multiple: int = 1
     ) -> "Buckets":
-        """Returns the fewest sizes of which the least that fits is never much too large.
+        """Returns the fewest sizes that bound the padding of every count.
 
-        A count n from `smallest` on is padded by less than waste * n, rounded up to a multiple: the
-        least size that holds it is at most (1 + waste) * n + multiple - 1.
+        The least size that holds a count n >= smallest is at most (1 + waste) * n + multiple - 1.
 
         Args:
           smallest: The first size; smaller counts get it too.
           largest: The last size.
           waste: Padding over count, at most.
-          multiple: What every size but the largest is a multiple of.
+          multiple: Every size but the largest is a multiple of it.
 
         Raises:
-          InputError: The bounds are no bounds.
+          InputError: An argument is out of range.
         """
         if not (1 <= smallest <= largest and waste > 0 and multiple >= 1):
             raise InputError(
@@ -66,7 +65,7 @@ class Buckets:
         """Returns the least size that holds a count.
 
         Raises:
-          InputError: None does, or the count is negative.
+          InputError: The count is negative or above the largest size.
         """
         index = bisect_left(self.sizes, count)
         if index == len(self.sizes) or count < 0:

@@ -1,8 +1,8 @@
 """Peak rates of the devices that a program can be planned for.
 
-Figures are datasheet peaks without sparsity, with accumulation in float32; what a machine was
-measured to reach stands in `ceilings`. The kind comes in as a string, so that a plan can be made
-for a device that is not there.
+The rates are datasheet peaks without sparsity, with accumulation in float32; measured rates stand
+in `planning.ceilings`. The kind comes in as a string, so that a plan can be made for a device that
+is not there.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pbjax.errors import DeviceError, InputError, InputTypeError
 
 
 class ResourceClass(StrEnum):
-    """What bounds an operation: tensor cores, other arithmetic, or memory bandwidth."""
+    """The resource that bounds an operation: tensor cores, other arithmetic, or bandwidth."""
 
     TENSOR = "TENSOR"
     CUDA = "CUDA"
@@ -26,24 +26,25 @@ class Device:
     """Peak rates and capacities of one device kind.
 
     Attributes:
-      kind: What `jax.Device.device_kind` says.
+      kind: The device kind as `jax.Device.device_kind` says it.
       slug: Name of its folder under profiles/.
       tensor_flops_per_s: Peak rate of contractions by dtype name; float32 means TF32 on a GPU.
       cuda_flops_per_s: Peak float32 rate of everything that is not a contraction.
       memory_bytes_per_s: Peak memory bandwidth.
       num_sms: Streaming multiprocessors, or cores of a CPU.
       memory_bytes: Size of the device memory.
-      source: Where the figures come from, and how far to trust them.
+      source: The origin of the rates, and how far to trust them.
       link_bytes_per_s: Peak rate at which it sends to other devices of its kind while it receives
         as much: NVLink where there is one, else PCIe; None if it stands alone.
-      attention_flops_per_s: Rate of fused attention by the head's width; empty for that of a
-        contraction. A datasheet has none.
-      functions_per_s: Evaluations of a transcendental function by its JAX primitive; one that is
-        missing takes as long as in `classify`. A datasheet has none.
-      weight_bytes_per_s: Bandwidth of a product that waits for its operands; None for that of the
-        memory.
-      launch_s: What each kernel takes beside its work; 0 in a datasheet.
-      pallas_launch_s: The same of a kernel of `pallas_kernels`; None for that of any kernel.
+      attention_flops_per_s: Rate of fused attention by the head's width; empty to use the rate of
+        a contraction. A datasheet has none.
+      functions_per_s: Evaluations of a transcendental function by its JAX primitive; a missing one
+        takes as long as in `classify`. A datasheet has none.
+      weight_bytes_per_s: Bandwidth of a product that waits for its operands; None to use the
+        memory's.
+      launch_s: Seconds that each kernel takes beside its work; 0 in a datasheet.
+      pallas_launch_s: Seconds that a kernel of `pallas_kernels` takes beside its work; None to use
+        launch_s.
     """
 
     kind: str
@@ -62,27 +63,27 @@ class Device:
     pallas_launch_s: float | None = None
 
     def __post_init__(self):
-        """Refuses figures that no device has.
+        """Refuses rates and capacities that no device has.
 
         Raises:
-          InputTypeError: One is no number.
-          InputError: One is not positive and finite; only launch_s may be 0.
+          InputTypeError: A value is not a number.
+          InputError: A value is not positive and finite; only launch_s may be 0.
         """
-        figures = {name: getattr(self, name) for name in _FIGURES}
+        values = {name: getattr(self, name) for name in _NUMBERS}
         for table in ("tensor_flops_per_s", "attention_flops_per_s", "functions_per_s"):
-            figures |= {f"{table}[{key}]": rate for key, rate in getattr(self, table).items()}
-        for name, value in figures.items():
+            values |= {f"{table}[{key}]": rate for key, rate in getattr(self, table).items()}
+        for name, value in values.items():
             if value is None and name in _OPTIONAL:
                 continue
             if not isinstance(value, int | float):
                 raise InputTypeError(
                     f"Device(kind={self.kind!r}): {name} is of type {type(value).__name__}; a "
-                    "number is allowed; give the figure of its datasheet"
+                    "number is allowed; give the one of its datasheet"
                 )
             if not (0 < value < inf or (name == "launch_s" and value == 0)):
                 raise InputError(
-                    f"Device(kind={self.kind!r}): {name} is {value:g}; a finite figure above 0 is "
-                    "allowed; give that of its datasheet"
+                    f"Device(kind={self.kind!r}): {name} is {value:g}; a finite number above 0 is "
+                    "allowed; give the one of its datasheet"
                 )
 
     def contraction_flops_per_s(self, dtype: str) -> float:
@@ -102,14 +103,14 @@ class Device:
 
 
 _OPTIONAL = ("link_bytes_per_s", "weight_bytes_per_s", "pallas_launch_s")
-_FIGURES = (
+_NUMBERS = (
     *("cuda_flops_per_s", "memory_bytes_per_s", "num_sms", "memory_bytes", "launch_s"),
     *_OPTIONAL,
 )
 
 
 def find_device(kind: str, num_cores: int = 1) -> Device:
-    """The figures of a device kind.
+    """The peak rates and capacities of a device kind.
 
     Args:
       kind: A device kind as jax names it, such as "NVIDIA H200" or "cpu", its slug, or words of it
@@ -122,7 +123,7 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
     Raises:
       DeviceError: Nothing is known about the kind.
       InputError: num_cores is not positive.
-      InputTypeError: The kind is no text.
+      InputTypeError: The kind is not a text.
     """
     if not isinstance(kind, str):
         raise InputTypeError(
@@ -133,9 +134,9 @@ def find_device(kind: str, num_cores: int = 1) -> Device:
     if len(found) != 1:
         known = ", ".join(repr(device.kind) for device in found or _DEVICES)
         raise DeviceError(
-            f"find_device({kind!r}): {'several kinds' if found else 'no figures for this kind'}; "
+            f"find_device({kind!r}): {'several kinds' if found else 'no rates for this kind'}; "
             f"known kinds are {known}; name one of them, or pass device=pbjax.Device(...) with the "
-            "figures of its datasheet"
+            "rates of its datasheet"
         )
     if num_cores < 1:
         raise InputError(
@@ -149,9 +150,9 @@ def check_sm_budgets(asked: str, budgets: Mapping[str, int], device_kind: str) -
     """Refuses budgets that kernels running side by side cannot have.
 
     Args:
-      asked: What the budgets are given to, for the message.
+      asked: The call that the budgets are given to, for the message.
       budgets: SMs for each resource class that has a budget, by the class's name.
-      device_kind: As jax names it; of a CPU, and of a kind without figures, any number is taken.
+      device_kind: The device kind as jax names it; a CPU and an unknown kind take any number.
 
     Raises:
       InputError: A class is unknown, or the device has fewer SMs.
@@ -170,12 +171,12 @@ def check_sm_budgets(asked: str, budgets: Mapping[str, int], device_kind: str) -
 
 
 def devices() -> tuple[Device, ...]:
-    """All devices whose figures are known; a CPU as one core."""
+    """All devices whose rates are known; a CPU as one core."""
     return _DEVICES
 
 
 def matching_devices(words: str) -> tuple[Device, ...]:
-    """The devices that a kind, a slug or words of one may mean: none, one, or several."""
+    """The devices that a kind, a slug or some words of a slug may mean: none, one, or several."""
     exact = tuple(device for device in _DEVICES if words in (device.kind, device.slug))
     return exact or tuple(device for device in _DEVICES if _has_words(device.slug, words))
 
@@ -235,7 +236,7 @@ _DEVICES = (
         memory_bytes_per_s=4.8e12,
         num_sms=132,
         memory_bytes=141_000_000_000,
-        source="NVIDIA H200 Tensor Core GPU datasheet (SXM), halved where with sparsity",
+        source="NVIDIA H200 Tensor Core GPU datasheet (SXM), halved where it counts sparsity",
         link_bytes_per_s=450e9,
     ),
     Device(
@@ -246,7 +247,7 @@ _DEVICES = (
         memory_bytes_per_s=3.35e12,
         num_sms=132,
         memory_bytes=80_000_000_000,
-        source="NVIDIA H100 Tensor Core GPU datasheet (SXM), halved where with sparsity",
+        source="NVIDIA H100 Tensor Core GPU datasheet (SXM), halved where it counts sparsity",
         link_bytes_per_s=450e9,
     ),
     Device(
@@ -281,7 +282,7 @@ _DEVICES = (
         memory_bytes_per_s=864e9,
         num_sms=142,
         memory_bytes=48_000_000_000,
-        source="NVIDIA L40S datasheet, halved where with sparsity; PCIe Gen4 x16",
+        source="NVIDIA L40S datasheet, halved where it counts sparsity; PCIe Gen4 x16",
         link_bytes_per_s=32e9,
     ),
     Device(
@@ -320,7 +321,7 @@ _DEVICES = (
         memory_bytes_per_s=7.7e12,
         num_sms=148,
         memory_bytes=180_000_000_000,
-        source="NVIDIA Blackwell (HGX B200) datasheet, per GPU, halved where with sparsity",
+        source="NVIDIA Blackwell (HGX B200) datasheet, per GPU, halved where it counts sparsity",
         link_bytes_per_s=900e9,
     ),
     _CPU_CORE,

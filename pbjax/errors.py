@@ -1,7 +1,6 @@
 """The errors pbjax raises on purpose, every one a `PbjaxError`, and its warnings.
 
-A message has one form: what was asked, what was found, what is allowed, what to do. It is one
-line.
+A message is one line: what was asked, what was found, what is allowed, what to do.
 """
 
 import os
@@ -19,10 +18,10 @@ class PbjaxWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warns of the line that called pbjax, however deep in it this is.
+    """Issues a warning at the caller's line, outside pbjax.
 
     Args:
-      text: What was found, what becomes of it, what to do.
+      text: The finding, its consequence and the remedy.
     """
     warnings.warn(text, PbjaxWarning, skip_file_prefixes=(_PACKAGE,))
 
@@ -56,4 +55,4 @@ class VerificationError(PbjaxError):
 
 
 class FusionError(VerificationError):
-    """The reason are kernels that fusion put into the model."""
+    """The outputs differ because of kernels that fusion put into the model."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read strictly; whether one can be written."""
+"""Files: written whole or not at all, read strictly, and checked to be writable beforehand."""
 
 import json
 import os
@@ -8,15 +8,15 @@ from typing import Final
 
 from pbjax.errors import FileError, InputError, InputTypeError
 
-# The `__pydantic_config__` of what is read: nothing unknown, no NaN and no infinity.
+# The `__pydantic_config__` of every class that is read: no unknown field, no NaN, no infinity.
 STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file through a scratch file beside it; makes its folder if need be.
 
-    What lies in /dev, and a pipe, is written into, which a scratch file would take the place of;
-    and of a link the file that it leads to.
+    Devices and pipes are written directly, since a scratch file would replace them. A symbolic
+    link stays, and the file that it leads to is replaced.
 
     Raises:
       FileError: The file cannot be written; nothing is left behind.
@@ -37,26 +37,28 @@ def write_atomically(path: Path, text: str) -> None:
             "written is allowed; choose another path or free the disk"
         ) from error
     finally:
-        with suppress(OSError):  # not there, or its folder is none
+        with suppress(OSError):  # there is no scratch file, or its folder is not one
             scratch.unlink()
 
 
 def check_writable(option: str, path: Path | None, *, folder: bool = False) -> None:
-    """Refuses a place that cannot be written, before the work whose result goes there.
+    """Refuses a path that cannot be written, before the work whose result goes there.
+
+    Existing files are left as they are.
 
     Args:
-      option: That names the place, for the message.
-      path: The place; None for none.
+      option: The option that gave the path, for the message.
+      path: The path; None for none.
       folder: Whether it is a folder for several files.
 
     Raises:
-      FileError: Nothing can be written there. What lies there is left as it is.
+      FileError: Nothing can be written there.
     """
     if path is None:
         return
     if _is_device(path) and not folder and os.access(path, os.W_OK):
         return
-    is_folder = os.path.isdir(path) and not folder  # Path's own raises where a name is too long
+    is_folder = os.path.isdir(path) and not folder  # Path.is_dir raises where a name is too long
     found = "Is a directory" if is_folder else _tried(_scratch(path / "file" if folder else path))
     if found:
         kind = "a folder that" if folder else "a file in a folder that"
@@ -66,12 +68,12 @@ def check_writable(option: str, path: Path | None, *, folder: bool = False) -> N
 
 
 def check_named(text: str) -> None:
-    """Refuses what a command line was given for a path, and nobody means as one.
+    """Refuses two texts of a command line that nobody means as a path.
 
-    pathlib takes the empty text for the current folder, and "-" for a file of that name.
+    pathlib reads the empty text as the current folder, and "-" as a file of that name.
 
     Raises:
-      InputError: It is empty, or "-".
+      InputError: The text is empty, or "-".
     """
     if not text:
         raise InputError(
@@ -80,12 +82,12 @@ def check_named(text: str) -> None:
     if text == "-":
         raise InputError(
             "- is neither standard input nor output here; a name or a path is allowed; give "
-            "/dev/stdin or /dev/stdout, or ./- for a file that is called so"
+            "/dev/stdin or /dev/stdout, or ./- for a file of that name"
         )
 
 
 def _tried(scratch: Path) -> str:
-    """Why a file cannot be written; empty if it can. Nothing is left behind."""
+    """The reason why a file cannot be written; empty if it can. Nothing is left behind."""
     made = [place for place in scratch.parents if not os.path.exists(place)]
     try:
         scratch.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ def _tried(scratch: Path) -> str:
         return error.strerror or str(error)
     finally:
         for remove in (scratch.unlink, *(place.rmdir for place in made)):
-            with suppress(OSError):  # it was not made
+            with suppress(OSError):  # it was never made
                 remove()
     return ""
 
@@ -106,7 +108,7 @@ def _is_device(path: Path) -> bool:
 
 
 def _scratch(path: Path) -> Path:
-    """A file beside a file, which a write goes through; of what has no name, in it."""
+    """The scratch file beside a file; inside a path that has no name, such as "/"."""
     name = f".{path.name}.{os.getpid()}.tmp"
     return path.with_name(name) if path.name else path / name
 
@@ -115,7 +117,7 @@ def to_path(asked: str, path: object) -> Path:
     """The path of a file that a caller names.
 
     Raises:
-      InputTypeError: It is none.
+      InputTypeError: The argument is not a path.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputTypeError(
@@ -135,13 +137,13 @@ def read_json[T](path: str | os.PathLike[str], kind: type[T], remedy: str) -> T:
 
     Args:
       path: The file.
-      kind: The dataclass that the whole file is, with `STRICT` as its `__pydantic_config__`.
+      kind: The dataclass of the whole file, with `STRICT` as its `__pydantic_config__`.
       remedy: What is allowed and what to do, for the message.
 
     Raises:
       FileError: The file is missing, corrupt, truncated or of a foreign schema; the message names
         the place.
-      InputTypeError: The path is none.
+      InputTypeError: The argument is not a path.
     """
     from pydantic import TypeAdapter, ValidationError
 

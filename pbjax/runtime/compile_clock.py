@@ -1,4 +1,4 @@
-"""Seconds in which JAX makes programs: traces, lowers, compiles, or loads one that was kept."""
+"""Seconds that JAX spends on making programs: tracing, lowering, compiling, loading."""
 
 import threading
 import time
@@ -26,19 +26,19 @@ class _Span:
 
 @dataclass(slots=True)
 class CompileClock:
-    """Adds up what JAX reports while it is entered, in all threads.
+    """Adds up the times that JAX reports in all threads while the context is entered.
 
-    A moment counts once: for the last of `STEPS` that is under way. So tracing inside lowering is
-    lowering, and two programs that compile at the same time take no more than the time that passed.
-    A program that the compilation cache had is loaded, not compiled.
+    Each moment counts once, for the last of `STEPS` that is running. So tracing inside lowering
+    counts as lowering, and two programs that compile at the same time count once. A program from
+    the compilation cache counts as loaded, not compiled.
     """
 
     _spans: list[_Span] = field(default_factory=list)
-    # Thread -> when it began to read a program; JAX reports that before the step it is part of.
+    # Start of a program's reading by thread; JAX reports that before the step it is part of.
     _reading: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> "CompileClock":
-        """Starts to listen."""
+        """Starts listening."""
         monitoring.register_event_duration_secs_listener(self._hear)
         return self
 
@@ -48,7 +48,7 @@ class CompileClock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Listens no more."""
+        """Stops listening."""
         monitoring.unregister_event_duration_listener(self._hear)
 
     def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:

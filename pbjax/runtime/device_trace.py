@@ -1,7 +1,6 @@
-"""Kernels in a profiler's trace: when each ran on the GPU, and what ran beside what.
+"""Kernels in a profiler's trace: when each ran on the GPU, and how much they overlapped.
 
-Reads the Chrome trace that `jax.profiler` writes beside its own format. Who takes the trace, and of
-what, is in `timing`.
+Reads the Chrome trace that `jax.profiler` writes beside its own format; `timing` takes the traces.
 """
 
 import gzip
@@ -16,8 +15,8 @@ from pbjax.errors import FileError
 
 type Interval = tuple[float, float]
 
-# Kernels that keep the Tensor Cores busy, by parts of their names: ours, cuBLAS's, cuDNN's, XLA's.
-# Decode attention reads a cache and multiplies little: alone it counts as memory-bound.
+# Compute kernels by parts of their names: ours, cuBLAS's, cuDNN's, XLA's. Decode attention reads a
+# cache and multiplies little: alone it counts as a memory kernel.
 _TENSOR = re.compile(r"gemm|nvjet|xmma|cutlass|fprop|attention|sdpa|fmha", re.IGNORECASE)
 _MEMORY = re.compile(r"(?<!beside_)decode_attention", re.IGNORECASE)
 
@@ -27,10 +26,10 @@ class Kernel:
     """One launch on the device.
 
     Attributes:
-      name: As the profiler writes it.
-      start_s: Seconds on the trace's clock.
-      end_s: On the same.
-      program: The HLO module that launched it, as "jit_f"; empty where the trace does not say.
+      name: Name of the kernel as the profiler writes it.
+      start_s: Start in seconds on the trace's clock.
+      end_s: End in seconds on the trace's clock.
+      program: The HLO module that launched it, as "jit_f"; empty where the trace names none.
     """
 
     name: str
@@ -40,19 +39,19 @@ class Kernel:
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether its name is one of a matrix product or of attention over whole sequences."""
+        """Whether its name is that of a matrix product or of attention over whole sequences."""
         return bool(_TENSOR.search(self.name)) and not _MEMORY.search(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """How much of the memory-bound kernels' time coincides with Tensor-Core kernels.
+    """How much of the memory kernels' time overlaps with compute kernels.
 
     Attributes:
-      tensor_s: Seconds in which a Tensor-Core kernel ran.
+      tensor_s: Seconds in which a compute kernel, one of the Tensor Cores, ran.
       memory_s: Seconds in which another kernel ran: copies, norms, elementwise work.
       both_s: Seconds in which one of each ran.
-      span_s: From the first start to the last end.
+      span_s: Seconds from the first start to the last end.
     """
 
     tensor_s: float
@@ -62,7 +61,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Overlapped share of the memory-bound kernels' seconds; 0 where there are none."""
+        """Overlapped share of the memory kernels' seconds; 0 where there are none."""
         return self.both_s / self.memory_s if self.memory_s > 0 else 0.0
 
 
@@ -73,7 +72,7 @@ def read_kernels(path: Path) -> tuple[Kernel, ...]:
       path: A `*.trace.json.gz`, or a folder with one in it, as given to `jax.profiler.trace`.
 
     Raises:
-      FileError: There is not exactly one trace, or it is no trace.
+      FileError: There is not exactly one trace, or the file is not a trace.
     """
     found = sorted(path.rglob("*.trace.json.gz")) if path.is_dir() else [path]
     if len(found) != 1:
@@ -115,7 +114,7 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
 
 
 def overlap(kernels: Iterable[Kernel]) -> Overlap:
-    """How much of the memory-bound kernels' time coincides with Tensor-Core kernels."""
+    """Measures how much of the memory kernels' time overlaps with compute kernels."""
     tensor, memory = [], []
     for kernel in kernels:
         kind = tensor if kernel.uses_tensor_cores else memory
@@ -132,7 +131,7 @@ def overlap(kernels: Iterable[Kernel]) -> Overlap:
 
 
 def union_length(intervals: Sequence[Interval]) -> float:
-    """Length of the union of intervals, each (start, end): what overlaps counts once."""
+    """Length of the union of intervals (start, end): overlaps count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

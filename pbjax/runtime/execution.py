@@ -1,10 +1,9 @@
-"""From a timetable and programs to one jitted function.
+"""Turns a timetable and programs into one jitted function.
 
-Each sub-batch is a lane that runs the stages of its own program (the same cutting, traced at its
-own size). The function walks the timetable: fill, then one `lax.scan` whose step is the steady
-part, then drain. Nothing orders the stages of one slot against each other, so a device that can
-run them side by side is free to. How long stages take is measured in `timing`; which timetable to
-run is decided in `search`.
+Each sub-batch runs the stages of its own program (the same cutting, traced at its own size). The
+function walks the timetable: fill, then one `lax.scan` whose step is the steady part, then drain.
+Nothing orders the stages of one slot, so that a device may run them at the same time. `timing`
+measures stages; `planning.search` decides on a timetable.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +31,11 @@ type Runner = Callable[[Stage, Sequence[Array]], Sequence[Array]]
 
 
 def overlap_options() -> dict[str, str | int | bool]:
-    """Compiler options under which independent stages may overlap; none where XLA decides alone.
+    """Compiler options with which independent stages may overlap; none except on a GPU.
 
-    On a GPU the whole step has to be one CUDA graph whose nodes depend on each other by data alone
-    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged. A
-    profiler would otherwise run the kernels outside of the graph, one by one.
+    The whole step has to be one CUDA graph whose nodes depend on each other by data alone
+    (CONCURRENT), and matrix products of sub-batches that share a weight must not be merged. The
+    last option keeps the graph under a profiler, which would otherwise run kernels one by one.
     """
     if jax.default_backend() != "gpu":
         return {}
@@ -49,10 +48,10 @@ def overlap_options() -> dict[str, str | int | bool]:
 
 
 def run_inline(stage: Stage, args: Sequence[Array]) -> list[Array]:
-    """Runs a stage's operations one after the other: what a stage is, by definition.
+    """Runs a stage's operations one after the other.
 
-    Where `default_sm_budget` holds a budget, kernels are launched anew under it; others, and those
-    inside a loop of the stage, run as they were traced.
+    Where `default_sm_budget` holds a budget, our kernels are launched anew within it; other
+    operations, and kernels inside a loop of the stage, run as they were traced.
     """
     env: dict[int, Array] = dict(zip(stage.reads, args, strict=True))
     if default_sm_budget.value is None:
@@ -76,11 +75,11 @@ def _evaluate_within_budget(operation: Operation, env: dict[int, Array]) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLayout:
-    """How a program's weights are passed: some as they are, a layer's weights stacked.
+    """How a program's weights are passed: the weights of layers stacked, the others unchanged.
 
     Attributes:
-      loose: Numbers of the weights that are passed as they are.
-      stacked: Per-block values of the block whose N counterparts are all weights.
+      loose: Numbers of the weights that are passed unchanged.
+      stacked: Values of the block that are a weight in each of its N repetitions.
     """
 
     loose: tuple[int, ...]
@@ -98,7 +97,7 @@ class WeightLayout:
         return WeightLayout(loose=tuple(w for w in weights if w in elsewhere), stacked=stacked)
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
-        """Arrays to pass to the program; stacks the layers' weights, one copy of each.
+        """The arrays to pass to the program; stacks the layers' weights, one copy of each.
 
         Args:
           leaves: The weights by their numbers: leaves of the params, then captured arrays.
@@ -109,7 +108,7 @@ class WeightLayout:
 
 
 def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
-    """Values of the graph that something other than a stacked weight refers to."""
+    """Values of the graph that are used in any way but as a stacked weight."""
     block = program.block
     atoms: list[Atom] = [*program.graph.outputs, *(link.outer for link in block.shared)]
     atoms += [carry.initial for carry in block.carries]
@@ -122,7 +121,7 @@ def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
 
 
 class SubBatchState:
-    """One sub-batch on its way through a program; holds the values that are still needed."""
+    """One sub-batch while its program runs; holds the values that are still needed."""
 
     def __init__(
         self,
@@ -131,10 +130,10 @@ class SubBatchState:
         per_block: Mapping[int, Array],
         runner: Runner = run_inline,
     ):
-        """Places a sub-batch before the program.
+        """Starts before the first stage.
 
         Args:
-          program: Traced at the size of the sub-batch.
+          program: The program, traced at the size of the sub-batch.
           outer: Weights and inputs by their numbers in the graph.
           per_block: Stacked weights by their numbers in the block.
           runner: Runs one stage.
@@ -166,33 +165,33 @@ class SubBatchState:
             self._run_stage(stage, block)
 
     def resource(self, stage: int) -> ResourceClass | None:
-        """The class of a stage of the timetable; None for the end of a program without epilogue."""
+        """The class of a stage of the timetable; None for a missing prologue or epilogue."""
         ends = {PROLOGUE: self.program.prologue, len(self.program.stages): self.program.epilogue}
         found = ends[stage] if stage in ends else self.program.stages[stage]
         return found.resource if found else None
 
     def state(self, stage: int) -> tuple[Array, ...]:
-        """The values that a lane before the given stage needs, in a fixed order."""
+        """The values that a sub-batch needs before the given stage, in a fixed order."""
         avals = self.program.block.avals
         return tuple(_strong(self.live[v], avals[v].dtype) for v in self.program.live(stage))
 
     def restore(self, stage: int, state: Sequence[Array]) -> None:
-        """Sets the lane to what `state` returned before the same stage."""
+        """Sets the values that `state` returned before the same stage."""
         self.live = dict(zip(self.program.live(stage), state, strict=True))
 
     def leave_block(self) -> None:
-        """Hands the block's results to the graph around it, once all repetitions have run."""
+        """Hands the block's results to the graph around it, after all repetitions have run."""
         for carry in self.program.block.carries:
             self.outer[carry.final] = self.live[carry.inner]
         for link, pieces in zip(self.program.block.collected, self.collected, strict=True):
-            whole = lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
+            joined = lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
             if isinstance(link.outer, int):
-                self.outer[link.outer] = whole
+                self.outer[link.outer] = joined
             else:
-                self.outer.update({value: whole[i] for i, value in enumerate(link.outer)})
+                self.outer.update({value: joined[i] for i, value in enumerate(link.outer)})
 
     def outputs(self) -> list[Array]:
-        """What the program returns for this sub-batch."""
+        """The program's outputs for this sub-batch."""
         return [self._atom(atom) for atom in self.program.graph.outputs]
 
     def _enter_block(self) -> None:
@@ -225,7 +224,7 @@ class SubBatchState:
             self.live = {carry.inner: self._inner(carry.result, block) for carry in carries}
 
     def _collected_at(self, link: Collected) -> int:
-        """The stage after which a collected value is there; the first for what stages only read."""
+        """The stage that writes a collected value; the first for values that stages only read."""
         for index, stage in enumerate(self.program.stages):
             if link.inner in stage.writes:
                 return index
@@ -248,18 +247,18 @@ class SubBatchState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitProgram:
-    """A function that runs a batch in sub-batches, as their timetable says.
+    """A function that runs a batch in sub-batches by a timetable.
 
     Attributes:
-      programs: One for each sub-batch, traced at its size (a single row at two: `measured_size`).
+      programs: A program for each sub-batch, traced at its size (one row at `measured_size`).
       sizes: Rows of each sub-batch.
-      timetable: Which stage of which sub-batch runs in which slot.
+      timetable: The stages of each slot.
       layout: How the weights are passed.
       in_axes: Batch axis of each input; None for one that all sub-batches share.
       out_axes: Batch axis of each output; None for one that does not depend on the batch.
       unroll: Blocks in one step of the loop; overlap ends at the boundary of a step.
-      sm_budgets: By resource class, how many SMs the kernels of a stage may fill in a slot with
-        stages of several classes; all in other slots, and for a class that is not named.
+      sm_budgets: SMs that the kernels of a stage may fill in a slot with stages of several classes,
+        by resource class; a class without a budget may fill all.
     """
 
     programs: tuple[Program, ...]
@@ -275,7 +274,7 @@ class SplitProgram:
         """Outputs of the whole batch, flattened.
 
         Args:
-          weights: What `layout.pack` returned.
+          weights: The weights that `layout.pack` returned.
           inputs: Leaves of the inputs.
         """
         sub_batches = [
@@ -313,11 +312,11 @@ class SplitProgram:
             if axis is None:
                 joined.append(parts[0])
                 continue
-            whole = [
+            rows = [
                 lax.slice_in_dim(part, 0, size, axis=axis)
                 for part, size in zip(parts, self.sizes, strict=True)
             ]
-            joined.append(lax.concatenate(whole, axis) if len(whole) > 1 else whole[0])
+            joined.append(lax.concatenate(rows, axis) if len(rows) > 1 else rows[0])
         return tuple(joined)
 
     def _walk(
@@ -364,7 +363,7 @@ def _states(
 
 
 def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
-    """The rows of a sub-batch, as many as it is traced at: a single row comes twice."""
+    """The rows of a sub-batch at the size it is traced at: a single row comes twice."""
     if axis is None:
         return x
     rows = lax.slice_in_dim(x, start, start + size, axis=axis)
@@ -373,5 +372,5 @@ def _rows(x: Array, axis: int | None, start: int, size: int) -> Array:
 
 
 def _strong(x: Array, dtype: jnp.dtype) -> Array:
-    """Makes a value fit to be carried by a loop: an array whose dtype bends to no operand."""
+    """The value without a weak type, as a loop carries it."""
     return lax.convert_element_type(x, dtype) if x.weak_type else x

@@ -1,4 +1,4 @@
-"""The programs that were compiled and timed: as plain data, and as tables. Computes nothing new."""
+"""The programs that were compiled and timed, as plain data and as tables; computes nothing new."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +11,24 @@ _LEFT = ("stage", "class", "input", "split", "staggers", "sizes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProgram:
-    """One way to run the batch, compiled and timed.
+    """A program for the batch, compiled and timed.
 
     Attributes:
-      name: "plain" (as given, where fusion changed it), "unsplit", "sequential", "split", or of a
-        step "interleaved".
+      name: "plain" (as given, where fusion changed it), "unsplit", "sequential", "split", or
+        "interleaved" for a step.
       sizes: Rows of each sub-batch.
       staggers: How many stages each runs ahead.
-      predicted_s: From the profile; None if it was not predicted.
+      predicted_s: Seconds predicted from the profile; None if it was not predicted.
       measured_s: Median seconds of a pass over the batch.
-      spread_s: Distance of the quartiles.
-      temporary_bytes: What the program needs beside weights, inputs and outputs.
-      weight_bytes: Weights that it holds apart from the user's own.
-      compile_s: Seconds that compiling took.
-      sm_budgets: As in `Plan`.
+      spread_s: Distance of the quartiles in seconds.
+      temporary_bytes: Bytes that the program needs beside weights, inputs and outputs.
+      weight_bytes: Bytes of weights that it holds apart from the user's own.
+      compile_s: Seconds of its compilation.
+      sm_budgets: SMs by resource class, as in `Plan`.
       unroll: Blocks in one step of the loop.
       needed_bytes: Device memory while it runs, the model's weights included; 0 if not known.
-      overlapped_share: Of the memory-bound kernels' time, how much coincides with Tensor-Core
-        kernels, by a device trace; None if none was taken.
+      overlapped_share: Share of the memory kernels' time that overlaps with compute kernels, by a
+        device trace; None if none was taken.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MeasuredProgram:
 
     @property
     def label(self) -> str:
-        """The name and what was chosen beside sizes and staggers."""
+        """The name with SM budgets and unrolled blocks, if it has any."""
         return program_label(self.name, self.sm_budgets, self.unroll)
 
     @property
@@ -57,14 +57,14 @@ class MeasuredProgram:
 
 
 def program_label(name: str, sm_budgets: Mapping[str, int], unroll: int) -> str:
-    """What a program is called: its name, SM budgets and unrolled blocks where it has any."""
+    """The label of a program: its name, SM budgets and unrolled blocks, if it has any."""
     budgets = " ".join(f"{kind} {sms}" for kind, sms in sm_budgets.items())
     parts = [f"{budgets} SMs" if budgets else "", f"unroll {unroll}" if unroll > 1 else ""]
     return ", ".join(part for part in (name, *parts) if part)
 
 
 def programs_section(programs: Sequence[MeasuredProgram], batch_size: int) -> str:
-    """Predicted and measured seconds of what was compiled, and the memory that it needs."""
+    """Predicted and measured seconds of the compiled programs, and the memory they need."""
     if not programs:
         return ""
     rows = [
@@ -114,7 +114,7 @@ def _percent(share: float | None, *, sign: bool = False) -> str:
 
 
 def joined(sizes: Sequence[int]) -> str:
-    """Sizes of sub-batches as 48+32+16."""
+    """Sizes of sub-batches as a text such as "48+32+16"."""
     return "+".join(map(str, sizes))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a long job goes: named phases, and progress within them."""
+"""The phases of a long job: their seconds, and progress within them."""
 
 import time
 from collections.abc import Callable, Generator
@@ -22,22 +22,22 @@ class Phase:
 class Phases:
     """Clocks the phases of a job and passes their progress on.
 
-    What JAX spends on making programs in any of them counts as phases of its own: trace, lower,
-    compile, and "load programs" for those that the compilation cache had.
+    The time that JAX spends on making programs in any of them counts as phases of its own: trace,
+    lower, compile, and "load programs" for those from the compilation cache.
     """
 
     def __init__(self, progress: Progress | None = None):
         """Starts with no phase.
 
         Args:
-          progress: Told of every phase and item; may be None.
+          progress: Called for every phase and item; None for no progress.
         """
         self._progress = progress
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str, total: int = 1) -> Generator[Callable[[int, int, str], None]]:
-        """Clocks what runs inside; yields a function to report items as (done, total, item)."""
+        """Clocks the code inside; yields a function to report items as (done, total, item)."""
 
         def report(done: int, total: int, item: str) -> None:
             if self._progress is not None:

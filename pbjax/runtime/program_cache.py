@@ -1,8 +1,8 @@
-"""Compiled programs kept on disk, so that a second start compiles nothing: JAX's own cache.
+"""Keeps compiled programs on disk by JAX's own cache, so that a second start compiles nothing.
 
-JAX finds a program by its text, options, device and versions, and keeps beside it what XLA's
-autotuning chose. Here are only the folder, that every program is kept however quickly it compiled,
-and which programs have been verified.
+JAX finds a program by its text, options, device and versions, and keeps the choices of XLA's
+autotuning beside it. This module sets its folder, has it keep even programs that compile quickly,
+and records the verified ones.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from pbjax.files import write_atomically
 
 VARIABLE = "PBJAX_CACHE_DIR"
 OFF = "off"
-# Where JAX has XLA keep what autotuning chose; XLA's help says that the folder must exist.
+# Folder of the choices of XLA's autotuning; XLA's help says that it must exist.
 _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
-# Of the records of verified programs, in JAX's folder.
+# Folder of the records of verified programs, in JAX's folder.
 _VERIFIED = "pbjax_verified"
 
 
 def keep_programs() -> str | None:
-    """Has JAX keep what it compiles from here on, unless its user has settled that.
+    """Makes JAX keep compiled programs from now on, unless its user has configured that.
 
-    The folder is that of $PBJAX_CACHE_DIR, where "off" means none, else on a GPU pbjax in the
+    The folder is $PBJAX_CACHE_DIR, where "off" means none; by default, on a GPU, pbjax in the
     user's cache folder. On a CPU nothing is kept by default: such a program may not run on another
-    CPU, and XLA writes a page of warnings where it is in doubt. What JAX was told about its
+    CPU, and XLA writes a page of warnings where it is in doubt. A user's setting of JAX's
     compilation cache is never changed.
 
     Returns:
@@ -67,7 +67,7 @@ def _folder() -> Path | None:
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(named or f"{caches}/pbjax").expanduser().absolute()
     try:
-        # What lies there will be run: it is the user's alone.
+        # The programs in it will be run: only the user may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -86,14 +86,14 @@ def _folder() -> Path | None:
 
 
 def program_key(lowered: jax.stages.Lowered, *more: object) -> str:
-    """What identifies a program that was lowered, where programs are kept.
+    """A key of a lowered program, if programs are kept.
 
     Args:
       lowered: The program.
-      *more: Whatever else counts, such as compiler options; its text is taken.
+      *more: Other values that distinguish programs, such as compiler options, by their texts.
 
     Returns:
-      64 hex digits; nothing where no programs are kept.
+      64 hex digits; an empty text if no programs are kept.
     """
     if not _keeps():
         return ""
@@ -106,19 +106,19 @@ def program_key(lowered: jax.stages.Lowered, *more: object) -> str:
 
 
 def verified_difference(key: str) -> float | None:
-    """The difference that was found when a program was verified; None if it never was."""
+    """The largest difference found when a program was verified; None if it never was."""
     if not key:
         return None
     try:
         record = json.loads(_record(key).read_text())
         difference = float(record["difference"])
-    except (OSError, ValueError, KeyError, TypeError):  # Absent or damaged: verified again.
+    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: it is verified again
         return None
     return difference if 0.0 <= difference < math.inf else None
 
 
 def note_verified(key: str, difference: float) -> None:
-    """Keeps that a program has been verified, where compiled programs are kept."""
+    """Records that a program was verified, if compiled programs are kept."""
     if not key:
         return
     path = _record(key)

@@ -1,4 +1,4 @@
-"""Where and how something was measured: device, driver, clocks, versions, commit, command."""
+"""The provenance of a measurement: device, driver, clocks, versions, commit, command."""
 
 import datetime
 import subprocess
@@ -13,8 +13,8 @@ def provenance_here(device_kind: str, command: str) -> Provenance:
     """Describes a measurement that begins now on the first device of JAX.
 
     Args:
-      device_kind: What the device is called.
-      command: What to run to measure again.
+      device_kind: Kind of the device.
+      command: The command that measures again.
     """
     driver, clock_mhz, power_limit_w = _gpu_state() if jax.default_backend() == "gpu" else _NO_GPU
     return Provenance(
@@ -33,7 +33,7 @@ _NO_GPU = ("", 0, 0)
 
 
 def _gpu_state() -> tuple[str, int, int]:
-    """Driver, highest SM clock in MHz, power limit in W; unknown where nvidia-smi is not there."""
+    """Driver, highest SM clock in MHz, power limit in W; empty and 0 without nvidia-smi."""
     query = ["--query-gpu=driver_version,clocks.max.sm,power.limit", "--id=0"]
     try:
         done = subprocess.run(

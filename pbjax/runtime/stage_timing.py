@@ -1,9 +1,9 @@
-"""Measured seconds of a program's stages, alone and side by side.
+"""Measures the seconds of a program's stages, alone and side by side.
 
-Stages are fed with what the stages before them really computed. On a GPU their kernels are timed in
-the company of the whole block at the whole batch: stages of one program share one clock, which in a
-long run is lower than any short stage alone would have it. Elsewhere it is the wall clock. What a
-profile does with the figures is in `profiling`.
+The inputs of stages are the real results of the stages before them. On a GPU their kernels are
+timed under the load of the whole block at the whole batch: stages of one program share one clock,
+which in a long run is lower than that of a short stage alone. Elsewhere the wall clock counts.
+`planning.profiling` keeps the seconds.
 """
 
 import os
@@ -30,26 +30,26 @@ from pbjax.program.stages import Program, Stage
 from pbjax.runtime.execution import SubBatchState, WeightLayout, overlap_options, run_inline
 from pbjax.runtime.timing import on_gpu, time_function, time_under_load
 
-# What is timed in one trace, of which starting, settling and reading are most.
+# Jobs timed in one trace: most of its time goes into starting, settling and reading.
 JOBS_PER_TRACE = 8
 
-# In a lowered program that has attention by cuDNN. Its first call captures a graph, and fails where
-# another thread works on the device meanwhile: ViT-Base's did so on an H200.
+# Marks a lowered program with attention by cuDNN. Its first call captures a graph, and fails if
+# another thread uses the device meanwhile, as ViT-Base's did on an H200.
 CUDNN = "__cudnn$"
 
-# Stages as they run in one program: name, size and SM budget of each. The empty job is the whole
-# block at the whole batch, one stage after the other: the company of all others.
+# Stages that run in one program: name, size and SM budget of each. The empty job is the whole block
+# at the whole batch, one stage after the other: the load under which all others are timed.
 type _Part = tuple[str, int, int]
 type _Job = tuple[_Part, ...]
 _BLOCK: _Job = ()
 
-# What is exported runs in this process alone: that custom calls may change with jax says nothing.
+# Exported stages run only in this process, so custom calls that may change with jax do no harm.
 _CUSTOM_CALLS = (export.DisabledSafetyCheck.custom_call("ALL"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lowerable:
-    """A stage as a function of the list of what it reads, with the shapes and dtypes of that."""
+    """A stage as a function of the list of its inputs, with their shapes and dtypes."""
 
     run: Callable
     reads: list[jax.ShapeDtypeStruct]
@@ -68,7 +68,7 @@ class StageTimer:
         """Prepares to time stages.
 
         Args:
-          program_at: The program traced at a batch size that `measured_size` gives.
+          program_at: Gives the program traced at a batch size, as `measured_size` gives it.
           weights: Leaves of the params, then captured arrays.
           inputs: Leaves of the example inputs; their first rows feed smaller sub-batches.
           in_axes: Batch axis of each input, or None.
@@ -89,9 +89,9 @@ class StageTimer:
         return self._time((run,))
 
     def pair(self, first: Run, second: Run) -> Timing:
-        """Seconds until two stages have ended that run in one program, independent of each other.
+        """Seconds until two independent stages of one program have both ended.
 
-        On a GPU they are one CUDA graph whose kernels may run side by side.
+        On a GPU they are one CUDA graph whose kernels may run at the same time.
         """
         return self._time((first, second))
 
@@ -100,13 +100,13 @@ class StageTimer:
         wanted: Sequence[tuple[Run, ...]],
         progress: Callable[[int, int, str], None] = lambda *_: None,
     ) -> None:
-        """Compiles what is to be timed, in parallel, and computes what its stages are fed with.
+        """Compiles the wanted runs in parallel, and computes the inputs of their stages.
 
         Tracing and lowering hold Python's lock and depend on contexts of this thread; compiling
         does neither, and takes a thread for each core.
 
         Args:
-          wanted: Runs to be timed, each alone or two side by side.
+          wanted: Runs to time, each alone or two side by side.
           progress: Called as progress(done, total, item).
         """
         jobs = dict.fromkeys(map(_job, wanted))
@@ -177,14 +177,14 @@ class StageTimer:
         def together(*args):
             return [stage.run(given) for stage, given in zip(stages, args, strict=True)]
 
-        # Kernels are found in a trace by this name.
+        # The trace names a kernel's program by this name.
         together.__name__ = self._names.setdefault(job, f"job_{len(self._names)}")
         options = overlap_options() if len(job) > 1 else {}
         jitted = jax.jit(together, compiler_options=options or None)
         return jitted.lower(*[stage.reads for stage in stages])
 
     def _stage(self, name: str, size: int, budget: int) -> "_Lowerable":
-        """A stage within a budget; what of it is slow to lower is lowered once for all jobs."""
+        """A stage within a budget; kernels that are slow to lower are lowered once for all jobs."""
         key = name, size, budget
         if key not in self._lowerable:
             stage, avals = _stages(self._program_at(size))[name]
@@ -200,7 +200,7 @@ class StageTimer:
         return self._lowerable[key]
 
     def _run_through(self, size: int) -> dict[str, Sequence[Array]]:
-        """Runs every stage once, the block's for its first repetition, and keeps their inputs."""
+        """Runs every stage once, the block's for the first repetition, and keeps their inputs."""
         program = self._program_at(size)
         kept: dict[str, Sequence[Array]] = {}
 
@@ -213,9 +213,8 @@ class StageTimer:
         sub_batch = SubBatchState(program, outer, weights, run_and_keep)
         if program.prologue is not None:
             sub_batch.run(PROLOGUE, 0)
-        sub_batch.live.update(
-            weights
-        )  # as they are: slices of a stack would be a copy for every size
+        # Unsliced: slices of a stack would be a copy for every size.
+        sub_batch.live.update(weights)
         for index in range(len(program.stages)):
             sub_batch.run(index, 0)
         if program.epilogue is not None:
@@ -242,7 +241,7 @@ def _job(runs: Sequence[Run]) -> _Job:
 
 
 def _stages(program: Program) -> Mapping[str, tuple[Stage, Sequence[Aval]]]:
-    """The stages by name, with the shapes and dtypes of the values that they number."""
+    """The stages by name, with the shapes and dtypes of the values in their numbering."""
     inner, outer = program.block.avals, program.graph.avals
     found = {stage.name: (stage, inner) for stage in program.stages}
     ends = [end for end in (program.prologue, program.epilogue) if end is not None]
@@ -255,7 +254,7 @@ def _label(job: _Job) -> str:
 
 
 def _compile(lowered: Lowered) -> Callable:
-    """Compiles, and runs once: kernels of ours compile when they are first launched."""
+    """Compiles and runs once: kernels of ours compile at their first launch."""
     compiled = lowered.compile()
     _run_once(lowered, compiled)
     return compiled
@@ -268,10 +267,10 @@ def _run_once(lowered: Lowered, compiled: Callable) -> None:
 
 
 def _can_export(primitives: Collection[str]) -> bool:
-    """Whether a stage has kernels of ours, which are slow to lower, and nothing that may not move.
+    """Whether a stage has kernels of ours, which are slow to lower, and can be exported.
 
-    Callbacks of the host cannot be exported. Attention by cuDNN can; but ViT-Base, which has it,
-    was not compiled after 150 s on an H200, where other models were after 40 to 90 s.
+    Python callbacks cannot be exported. Attention by cuDNN can; but ViT-Base, which has it, was not
+    compiled after 150 s on an H200, where other models were after 40 to 90 s.
     """
     stay = re.compile(r"callback|dot_product_attention")
     return KERNEL in primitives and not any(map(stay.search, primitives))

@@ -1,10 +1,9 @@
-"""Measured seconds: of whole functions, and of kernels at the clock of a long run.
+"""Measures the seconds of whole functions, and of kernels at the clock of a long run.
 
 Functions are timed by the wall clock around calls that are queued back to back. Kernels are timed
-on a GPU by a profiler trace, since launching a short function takes longer than running it; and
-between calls of something that keeps the device as busy as the program will, once these have run
-for long enough for the clock to settle: the power that a device may draw lowers it. How stages are
-timed so is in `stage_timing`.
+on a GPU by a profiler trace, since launching a short function takes longer than running it. They
+run between calls of a load that keeps the device as busy as the program will, after it has run long
+enough for the clock to settle at the device's power limit. `stage_timing` times stages so.
 """
 
 import statistics
@@ -23,11 +22,11 @@ from pbjax.runtime.device_trace import Kernel, read_kernels, union_length
 MIN_SAMPLE_S = 0.02
 SAMPLES = 5
 CLOCK_TICK_S = 1e-6
-# Whole programs on a GPU: so many calls are queued that what launches them hides behind the work.
+# Whole programs on a GPU: enough calls are queued to hide the launches behind the work.
 MIN_QUEUED_CALLS = 4
 MIN_QUEUED_S = 0.15
-# In company: an H200 at its power limit lowers its clock after 60 to 80 ms. The company is
-# long beside what is timed, so that the clock is the program's and not that of a stage alone.
+# Under load: an H200 at its power limit lowers its clock after 60 to 80 ms. The load is long beside
+# the timed kernels, so that the clock is the program's and not that of a stage alone.
 SETTLE_S = 0.15
 LOAD_S = 0.004
 UNDER_LOAD_S = 0.001
@@ -39,8 +38,8 @@ def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> 
     """Wall-clock seconds of a call, with calls queued back to back within a sample.
 
     Args:
-      function: Compiled or jitted; the first call is not counted.
-      *args: What it is called with.
+      function: A compiled or jitted function; its first call is not counted.
+      *args: Its arguments.
       samples: How many samples to take.
 
     Returns:
@@ -54,7 +53,7 @@ def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> 
 def time_alternately(
     functions: Sequence[Callable], progress: Callable[[int, int, str], None], samples: int = SAMPLES
 ) -> list[Timing]:
-    """Wall-clock seconds of several functions, sampled in turn so that a drift hits all alike.
+    """Wall-clock seconds of several functions, sampled in turn so that drift affects all alike.
 
     Args:
       functions: Called without arguments; the first calls are not counted.
@@ -73,14 +72,14 @@ def time_alternately(
 
 
 def time_under_load(load: Callable, jobs: Mapping[str, Callable]) -> list[Timing]:
-    """Seconds that kernels take on a GPU in a long run, at the clock that it settles at.
+    """Seconds of kernels on a GPU in a long run, at the clock that it settles at.
 
     Args:
-      load: What the device is kept busy with, before the jobs and in turn with them.
-      jobs: What is timed, called without arguments as `company` is, by the name of the HLO module.
+      load: A function that keeps the device busy, before the jobs and in turn with them.
+      jobs: The functions to time, by the name of the HLO module; called without arguments.
 
     Returns:
-      Of each job the seconds of one call in which at least one of its kernels ran.
+      For each job the seconds of one call in which at least one of its kernels ran.
 
     Raises:
       DeviceError: The trace does not hold the same number of kernels for each call of a job.
@@ -116,12 +115,12 @@ def _repeat(call: Callable, times: int) -> None:
 
 
 def _calls_within(seconds: float, call: Callable) -> int:
-    """How many calls take some seconds, one at least."""
+    """How many calls fit into some seconds, at least one."""
     return max(1, int(seconds / max(_sample(call, (), SAMPLES), CLOCK_TICK_S)))
 
 
 def calls_to_queue(seconds_per_call: float) -> int:
-    """How many calls of a whole program make a sample: on a GPU of a long run, at its clock."""
+    """How many calls of a whole program make a sample; on a GPU enough for a long run's clock."""
     calls = _calls_per_sample(seconds_per_call)
     if not on_gpu():
         return calls
@@ -141,7 +140,7 @@ def _sample(function: Callable, args: Sequence[object], calls: int) -> float:
 
 
 def traced_kernels(function: Callable, args: Sequence[object], calls: int) -> tuple[Kernel, ...]:
-    """Every kernel that some calls, queued back to back, ran on the GPU; none elsewhere."""
+    """All kernels that some calls, queued back to back, ran on the GPU; none elsewhere."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of the interpreter would outnumber the kernels
     with tempfile.TemporaryDirectory() as folder:

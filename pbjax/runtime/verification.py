@@ -1,4 +1,4 @@
-"""Programs against the model, on fresh random inputs, by the one tolerance rule."""
+"""Compares programs with the model, on fresh random inputs, by the one tolerance rule."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -22,16 +22,16 @@ FLIPPED_SHARE = 0.01
 def fresh_inputs(
     inputs: Sequence[Array], in_axes: Sequence[int | None], seed: int
 ) -> tuple[Array, ...]:
-    """Random inputs of the kind of the example.
+    """Random inputs that resemble the example.
 
-    Rows are drawn with replacement from the example, the same ones for every input, so that what
-    belongs together (ids and their mask) stays together. Floats are then drawn anew around the
-    example's mean and spread; integers with more than two values are drawn anew from its range.
+    Rows are drawn with replacement from the example, the same ones for every input, so that ids and
+    their mask stay together. Floats are then drawn again with the example's mean and spread;
+    integers with more than two values are drawn again from its range.
 
     Args:
       inputs: Leaves of the example inputs.
-      in_axes: Batch axis of each, or None: such an input is kept as it is.
-      seed: Of the random numbers.
+      in_axes: Batch axis of each; None keeps the input unchanged.
+      seed: Seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     sizes = [x.shape[axis] for x, axis in zip(inputs, in_axes, strict=True) if axis is not None]
@@ -71,10 +71,10 @@ def largest_difference(
     """Compares the outputs of a program with those of the model.
 
     Args:
-      graph: What both compute; says how long its sums are and how often it rounds.
+      graph: The graph of both, for the length of its sums and the number of roundings.
       found: Flattened outputs of the program.
       expected: Flattened outputs of the model as it was given, from the same inputs.
-      name: What the program is called: unsplit (with kernels), sequential or split.
+      name: Name of the program: unsplit (with kernels), sequential or split.
 
     Returns:
       The largest absolute difference.
@@ -87,7 +87,7 @@ def largest_difference(
         if a.shape != b.shape or a.dtype != b.dtype:
             raise VerificationError(
                 f"optimize: output {index} of the {name} program is {a.dtype}{list(a.shape)}, of "
-                f"the model {b.dtype}{list(b.shape)}; both must be alike; this is a fault of "
+                f"the model {b.dtype}{list(b.shape)}; both must be equal; this is a fault of "
                 "pbjax: please report the model"
             )
         if _is_key(a):
@@ -106,7 +106,7 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
         allowed = allowed_difference(graph, found.dtype, magnitude)
     if error > allowed:
         index, name = place
-        if name == "unsplit":  # Without fusion it is the model itself.
+        if name == "unsplit":  # without fusion this program is the model itself
             raise FusionError(
                 f"optimize: output {index} of the model with kernels differs by {error:.3g} from "
                 f"its own; {allowed:.3g} is allowed for {found.dtype}; pass fuse='none'"
@@ -119,10 +119,10 @@ def _difference(graph: Graph, place: tuple[int, str], found: Array, expected: Ar
     return error
 
 
-# On the device: the scores of a vocabulary are a gigabyte, which NumPy compares in half a minute.
+# Runs on the device: NumPy takes half a minute to compare a gigabyte of a vocabulary's scores.
 @jax.jit
 def error_and_magnitude(found: Array, expected: Array) -> tuple[Array, Array]:
-    """Largest difference, infinite where values are not alike, and largest finite magnitude."""
+    """Largest difference, infinite where non-finite values differ, and largest finite magnitude."""
     wide = jnp.promote_types(found.dtype, jnp.float32)
     a, b = found.astype(wide), expected.astype(wide)
     finite = jnp.isfinite(a) & jnp.isfinite(b)
@@ -139,11 +139,11 @@ def _flipped(found: Array, expected: Array) -> Array:
 
 
 def allowed_difference(graph: Graph, dtype: np.dtype, magnitude: float) -> float:
-    """How far two programs for a graph may differ in an output.
+    """The largest allowed difference between two programs of a graph in an output.
 
     Args:
-      graph: What both compute.
-      dtype: Of the output.
+      graph: The graph of both.
+      dtype: Dtype of the output.
       magnitude: Its largest absolute value.
     """
     found = [c for operation in graph.operations for c in _contractions(operation.equation)]
@@ -160,7 +160,7 @@ def allowed_difference(graph: Graph, dtype: np.dtype, magnitude: float) -> float
 
 
 def _contractions(equation: JaxprEqn) -> list[tuple[int, np.dtype]]:
-    """(Length of the last axis, dtype) of every contraction that an equation runs, in loops too."""
+    """(Length of the last axis, dtype) of every contraction of an equation, in loops too."""
     if equation.primitive.name in CONTRACTIONS:
         operand = cast(Aval, equation.invars[0].aval)
         return [(operand.shape[-1] if operand.shape else 1, operand.dtype)]
@@ -171,7 +171,7 @@ def _contractions(equation: JaxprEqn) -> list[tuple[int, np.dtype]]:
 
 
 def _rounds_to(dtype: np.dtype) -> np.dtype:
-    """What a contraction rounds its operands to: on a GPU float32 means TF32, 10 bits as in f16."""
+    """The dtype that a contraction rounds to: on a GPU float32 means TF32, 10 bits as in f16."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(np.float32)
     on_tensor_cores = jax.default_backend() == "gpu" and dtype == np.float32
