@@ -37,10 +37,9 @@ ROOMS = (
 GENERATION = ("api", "decoding", "prompts sampling text results")
 PURE = (
     "planning planning.search arguments buckets device errors files text_tables decode.interleave "
-    "figures.batch_study figures.html figures.pages figures.plan figures.roofline "
-    "figures.timelines inference.packing runtime.device_trace roofline.batch_study roofline.depth "
-    "roofline.formulas roofline.measured_table roofline.points roofline.result roofline.tables "
-    "roofline.what_if"
+    "figures.batch_study figures.html figures.plan figures.roofline figures.timelines "
+    "inference.packing runtime.device_trace roofline.batch_study roofline.depth "
+    "roofline.measured_table roofline.points roofline.result roofline.tables roofline.what_if"
 )
 
 
