@@ -68,7 +68,7 @@ def with_fp8(report: Roofline) -> Variant:
     if FP8 not in device.tensor_flops_per_s:
         raise InputError(
             f"with_fp8({device.kind}): its tensor cores take "
-            f"{', '.join(sorted(device.tensor_flops_per_s))}; {FP8} is needed; ask for weights of "
+            f"{', '.join(sorted(device.tensor_flops_per_s))}; FP8 is needed; ask for weights of "
             "8 bits instead"
         )
     lighter = with_weight_bits(report, 8).report
