@@ -9,39 +9,13 @@ without, only data is waited for. docs/design/decode_step.md has what came of it
 """
 
 import argparse
-import json
-import statistics
-import sys
-import time
-from dataclasses import asdict, dataclass
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.extend.core import Literal
-from jaxtyping import Array
-from places import new_file
-from step_case import example, make, parsed
-
-from pallas_kernels.dispatch import default_sm_budget
-from pallas_kernels.operation import PRIMITIVE as KERNEL
-from pallas_kernels.relaunch import can_relaunch, relaunch
-from pbjax.decode.interleave import Role
-from pbjax.decode.interleaved_program import role_of
-from pbjax.decode.programs import PairStep, Runner, StepProgram, lower_unsplit
-from pbjax.decode.state import find_state
-from pbjax.device import find_device
-from pbjax.graph.trace import Graph, Operation, evaluate
-from pbjax.program.analysis import analyse
-from pbjax.runtime.execution import overlap_options
-from pbjax.runtime.provenance import provenance_here
-from pbjax.runtime.verification import error_and_magnitude
-
-CALLS, SAMPLES = 40, 3
+from benchmarks.output_paths import new_file
+from benchmarks.steps.graph_step import run
 
 
 def main() -> None:
-    """Compiles, compares and times the programs."""
+    """Reads the options, and starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--case", default="1024x512", help="batch x context")
@@ -50,149 +24,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small widths, to try the script")
     parser.add_argument("--out", type=new_file, help="JSON file to write")
     args = parser.parse_args()
-    batch_size, context, _ = parsed(args.case)
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(args.layers, tiny=args.tiny)))
-    model, inputs = example(graph, shapes, batch_size, context)
-    kind = jax.devices()[0].device_kind
-    analysis = analyse(model.decode, inputs, device=find_device(kind), fuse="none")
-    layout, leaves = find_state(analysis, inputs, 1), jax.tree.leaves(inputs)
-    lowered = [lower_unsplit(analysis, layout, leaves)]
-    sizes = (batch_size - batch_size // 2, batch_size // 2)
-    graphs = tuple(analysis.traced_at(size).graph for size in sizes)
-    for budgets in args.budgets:
-        products, reading = map(int, budgets.split("+"))
-        program = Chains(graphs, products, reading, args.in_turns)
-        step = PairStep(name=budgets, sizes=sizes, program=program, options=overlap_options())
-        lowered.append(step.lower(analysis, layout, leaves))
-    programs = [each.compile() for each in lowered]
-    runner = Runner(analysis, leaves)
-    rows = [timed(runner, program) for program in programs]
-    expected = logits(runner, programs[0])
-    print(f"{args.case}, {args.layers} layers; ms a call, of calls that follow each other")
-    for row, program in zip(rows, programs, strict=True):
-        row["max_difference"] = float(error_and_magnitude(logits(runner, program), expected)[0])
-        ratio = rows[0]["median_s"] / row["median_s"]
-        figures = f"{1e3 * row['median_s']:7.3f} {ratio:5.2f}x {row['max_difference']:.2g}"
-        print(f"{row['name']:8} {figures}")
-    found = {"case": args.case, "layers": args.layers, "in_turns": args.in_turns, "rows": rows}
-    provenance = asdict(provenance_here(kind, " ".join(["python", *sys.argv])))
-    if args.out:
-        document = {"schema_version": 1, "provenance": provenance, **found}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def logits(runner: Runner, program: StepProgram) -> Array:
-    """What a call returns beside the state."""
-    return jax.tree.leaves(runner.call(program, runner.start(program))[0])[0]
-
-
-def timed(runner: Runner, program: StepProgram) -> dict:
-    """Seconds of a call, of many that follow each other."""
-    outputs, pieces = jax.block_until_ready(runner.call(program, runner.start(program)))
-    seconds = []
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            outputs, pieces = runner.call(program, pieces)
-        jax.block_until_ready((outputs, pieces))
-        seconds.append((time.perf_counter() - start) / CALLS)
-    return {"name": program.name, "median_s": statistics.median(seconds), "samples_s": seconds}
-
-
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """Both sub-batches' operations; a segment is what lies between two readings of a cache.
-
-    Attributes:
-      graphs: Of the sub-batches.
-      products_sms: SMs of the kernels of a segment.
-      reading_sms: SMs of what reads a cache.
-      in_turns: Whether a sub-batch waits for the other's segment and reading.
-    """
-
-    graphs: tuple[Graph, Graph]
-    products_sms: int
-    reading_sms: int
-    in_turns: bool
-
-    def __call__(self, weights, first, second) -> tuple[list[Array], list[Array]]:
-        """The outputs of both."""
-        a, b = (
-            Chain(graph, weights, x) for graph, x in zip(self.graphs, (first, second), strict=True)
-        )
-        last_read, multiplied = None, a.segment(None, None)
-        while a.reads:
-            for reader, other in ((a, b), (b, a)):
-                last_read = reader.read(self.reading_sms, last_read if self.in_turns else None)
-                token = multiplied if self.in_turns else None
-                multiplied = other.segment(self.products_sms, token)
-        b.segment(None, multiplied if self.in_turns else None)
-        return a.outputs(), b.outputs()
-
-
-class Chain:
-    """The values of one sub-batch on its way."""
-
-    def __init__(self, graph: Graph, weights, inputs):
-        """Starts with the weights and the sub-batch's inputs."""
-        self._graph, self._place = graph, 0
-        self._values = dict(zip(graph.weights, weights, strict=True))
-        self._values.update(zip(graph.inputs, inputs, strict=True))
-
-    @property
-    def reads(self) -> bool:
-        """Whether a reading of a cache is next."""
-        return self._place < len(self._graph.operations)
-
-    def read(self, sms: int, token: Array | None) -> Array:
-        """Reads a cache; returns what it gives."""
-        operation = self._graph.operations[self._place]
-        self._place += 1
-        self._run(operation, sms, token)
-        return self._values[operation.outputs[0]]
-
-    def segment(self, sms: int | None, token: Array | None) -> Array | None:
-        """Runs all up to the next reading; returns the last product."""
-        product = None
-        for operation in self._graph.operations[self._place :]:
-            if role_of(operation) == Role.MEMORY:
-                break
-            norm = operation.primitive == KERNEL and "norm" in operation.params["name"]
-            self._run(operation, sms, token if norm else None)
-            token = None if norm else token
-            self._place += 1
-            if role_of(operation) == Role.COMPUTE:
-                product = self._values[operation.outputs[0]]
-        return product
-
-    def outputs(self) -> list[Array]:
-        """What the step returns for this sub-batch."""
-        return [self._value(atom) for atom in self._graph.outputs]
-
-    def _run(self, operation: Operation, sms: int | None, token: Array | None) -> None:
-        if operation.primitive != KERNEL or not can_relaunch(operation.params):
-            evaluate([operation], self._values)
-            return
-        operands = after(token, [self._value(atom) for atom in operation.inputs])
-        with default_sm_budget(sms):
-            results = relaunch(operation.params, operands)
-        self._values.update(zip(operation.outputs, results, strict=True))
-
-    def _value(self, atom: int | Literal) -> Array:
-        return atom.val if isinstance(atom, Literal) else self._values[atom]
-
-
-def after(token: Array | None, operands: list[Array]) -> list[Array]:
-    """The operands, the first vector of them made to depend on a token.
-
-    A CUDA graph's nodes wait for data alone: zero times a number of the token is added.
-    """
-    place = next((i for i, x in enumerate(operands) if x.ndim == 1 and x.size > 1), None)
-    if token is None or place is None:
-        return operands
-    zero = 0.0 * token.reshape(-1)[:1].astype(jnp.float32)
-    vector = operands[place] + zero.astype(operands[place].dtype)
-    return [*operands[:place], vector, *operands[place + 1 :]]
+    run(args)
 
 
 if __name__ == "__main__":

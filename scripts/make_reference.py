@@ -8,8 +8,8 @@ Runs in an environment of its own, which the project never imports:
 Models that only transformers 5 has are made in a second environment, with transformers==5.24.0, and
 without --minilm; each run makes those of its own version.
 
-Each family is one entry of FAMILIES in reference_families.py, reference_audio.py or, for
-transformers 5, reference_families_v5.py. A fixture is a Hugging Face folder
+Each family is one entry of FAMILIES in references/families.py, references/audio.py or, for
+transformers 5, references/families_v5.py. A fixture is a Hugging Face folder
 (config.json, model.safetensors) with reference.npz beside it: inputs, hidden states after the
 embeddings, after block 0 and at the end, outputs, and a JSON text `meta` with versions and
 command. Expected values come from a run in f64, stored as f32. Weights are random everywhere: a
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--family", action="append", help="one of them; may be repeated")
     options = parser.parse_args()
     # Here, so that --help needs neither torch nor transformers.
-    from reference_fixtures import FAMILIES, write
+    from references.fixtures import FAMILIES, write
 
     families = options.family or []
     if unknown := set(families) - set(FAMILIES):

@@ -1,10 +1,11 @@
 """Programs and measured tables, made up or drawn at random, for tests of the search."""
 
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 from pbjax.device import ResourceClass
-from pbjax.planning.profiling import CorunRow, Profile, ProgramSummary, Row, grid
-from scripts.random_tables import SHAPES, random_rows, stage
+from pbjax.planning.profiling import CorunRow, Profile, Row, grid
+from scripts.benchmarks import random_tables
+from scripts.benchmarks.random_tables import SHAPES, random_pairs, random_rows, unlike
 
 from .fakes import provenance
 
@@ -20,13 +21,8 @@ def corun(a, b, *figures):
 
 
 def program(num_stages, num_blocks=3, has_ends=True):
-    classes = list(ResourceClass)
-    return ProgramSummary(
-        prologue=stage("prologue") if has_ends else None,
-        block=tuple(stage(f"s{i}", classes[i % 3]) for i in range(num_stages)),
-        epilogue=stage("epilogue") if has_ends else None,
-        num_blocks=num_blocks,
-    )
+    ends = (ResourceClass.CUDA,) * 2 if has_ends else ()
+    return random_tables.program(num_stages, num_blocks, ends, held_bytes_per_row=0.0)
 
 
 def random_table(chance, summary, batch_size, num_extra=0):
@@ -36,15 +32,8 @@ def random_table(chance, summary, batch_size, num_extra=0):
     shape, share = chance.choice(SHAPES), chance.choice((0, 0.4, 1))
     rows = random_rows(chance, summary, shape, sizes, TILES)
     measured = sorted(chance.sample(sizes, min(3, len(sizes))))
-    pairs = [
-        corun(a, b, (m, n), (chance.uniform(1, 2.2), chance.uniform(1, 2.2)))
-        for i, a in enumerate(summary.stages)
-        for b in summary.stages[i:]
-        if chance.random() < share
-        for m in measured
-        for n in measured
-        if a is not b or m <= n
-    ]
+    every = combinations_with_replacement(summary.stages, 2)
+    pairs = random_pairs(chance, (pair for pair in every if chance.random() < share), measured)
     return Profile(provenance=PROVENANCE, rows=tuple(rows), corun=tuple(pairs))
 
 
@@ -56,9 +45,7 @@ def with_budgets(chance, summary, profile):
     for share in (0.3, 0.7):
         sms = round(132 * share), round(10 * share), 110 - round(110 * share)
         budgets = dict(zip(ResourceClass, sms, strict=True))
-        pairs_there = [
-            (a, b) for a, b in combinations(summary.block, 2) if a.resource != b.resource
-        ]
+        pairs_there = unlike(summary.block)
         for each in {s.name: s for pair in pairs_there for s in pair}.values():
             slower = chance.uniform(1, 1.6)
             rows += [

@@ -165,4 +165,4 @@ def test_a_place_that_cannot_be_written_is_refused_with_its_option(tmp_path, pla
 def test_scripts_refuse_an_empty_place_and_a_dash(kind, text, found, monkeypatch):
     monkeypatch.syspath_prepend("scripts")
     with pytest.raises(argparse.ArgumentTypeError, match=found):
-        getattr(importlib.import_module("places"), kind)(text)
+        getattr(importlib.import_module("benchmarks.output_paths"), kind)(text)

@@ -68,7 +68,7 @@ def test_nonsense_is_refused(bad):
 
 def test_every_case_to_check_or_time_has_a_bound_for_each_result(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
-    kernel_cases = importlib.import_module("kernel_cases")
+    kernel_cases = importlib.import_module("benchmarks.kernel_cases")
     cases = kernel_cases.load_cases(kernel_cases.MODULES)
     assert {case.kernel for case in cases} == set(kernel_cases.MODULES)
     assert len({(case.kernel, case.name, case.dtype) for case in cases}) == len(cases)
@@ -93,7 +93,7 @@ def describe(x, prepared):
 def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch, quiet):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pool = importlib.import_module("kernel_cases.pool")
+    pool = importlib.import_module("benchmarks.pool")
     found = dict(pool.run(square, describe, [1, 2, 3], workers=2, quiet=quiet))
     assert found == {1: "1: 1", 2: "2: 4", 3: "ValueError: three"}
 
@@ -107,7 +107,7 @@ def hang(x):
 def test_worker_that_is_not_ready_in_time_says_where_it_is_and_the_others_go_on(monkeypatch, capfd):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pool = importlib.import_module("kernel_cases.pool")
+    pool = importlib.import_module("benchmarks.pool")
     found = dict(pool.run(hang, describe, [1, 2, 3], workers=3, quiet=True, prepare_within_s=1.0))
     assert found.pop(2).startswith("its process ended before it was ready")
     assert found == {1: "1: 1", 3: "3: 3"}
@@ -159,6 +159,6 @@ def test_a_budget_that_is_no_integer_is_refused(budget):
 def test_scripts_that_need_a_gpu_say_so_where_there_is_none(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    pool = importlib.import_module("kernel_cases.pool")
+    pool = importlib.import_module("benchmarks.pool")
     with pytest.raises(SystemExit, match="no NVIDIA GPU"):
         pool.require_gpu()

@@ -16,10 +16,12 @@ def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend("scripts")
         yield SimpleNamespace(
-            repeats=importlib.import_module("kernel_cases.repeats"),
-            pool=importlib.import_module("kernel_cases.pool"),
-            check=importlib.import_module("check_kernels"),
-            stress=importlib.import_module("stress_programs"),
+            repeats=importlib.import_module("benchmarks.repeats"),
+            pool=importlib.import_module("benchmarks.pool"),
+            check=importlib.import_module("benchmarks.kernel_checks"),
+            stress=importlib.import_module("benchmarks.program_stress"),
+            check_entry=importlib.import_module("check_kernels"),
+            stress_entry=importlib.import_module("stress_programs"),
         )
 
 
@@ -103,7 +105,7 @@ def test_a_digest_changes_with_any_bit_and_with_the_order(scripts):
 
 @pytest.mark.parametrize("error", [0.0, 0.5])
 def test_a_kernel_is_repeated_and_then_judged(scripts, monkeypatch, error):
-    case = importlib.import_module("kernel_cases").Case(
+    case = importlib.import_module("benchmarks.kernel_cases").Case(
         kernel="double",
         name="a",
         dtype="bfloat16",
@@ -189,7 +191,7 @@ def test_what_cannot_be_run_is_refused(scripts, monkeypatch, capsys, script, arg
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     monkeypatch.setattr(scripts.stress.pool, "require_gpu", lambda: None)
     with pytest.raises(SystemExit):
-        getattr(scripts, script).main()
+        getattr(scripts, f"{script}_entry").main()
     assert message in capsys.readouterr().err
 
 

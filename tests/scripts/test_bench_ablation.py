@@ -25,20 +25,20 @@ def scripts(monkeypatch):
 def test_sizes_that_differ_by_one_row_are_equal(scripts, sizes, name):
     staggers = tuple(range(len(sizes)))
     row = {"sizes": sizes, "staggers": staggers, "overlap": True, "sm_budgets": {}, "unroll": 1}
-    assert scripts("ablation_figure")._name(row) == name
+    assert scripts("benchmarks.ablation.figure")._name(row) == name
 
 
 def test_a_try_analyses_each_model_once_and_compiles_no_fast_code(scripts, monkeypatch, capsys):
-    bench, programs = scripts("bench_ablation"), scripts("ablation_programs")
+    programs = scripts("benchmarks.ablation.programs")
     asked = {}
 
     def run(prepare, measure, groups, workers, *, quiet):
         asked.update(workers=workers, groups=groups)
         return iter(())
 
-    monkeypatch.setattr(bench.pool, "run", run)
+    monkeypatch.setattr(scripts("benchmarks.pool"), "run", run)
     monkeypatch.setattr("sys.argv", ["bench_ablation.py", "--tiny"])
-    bench.main()
+    scripts("bench_ablation").main()
     assert asked["workers"] <= (os.cpu_count() or 1)
     assert [group.model for group in asked["groups"]] == ["bert", "conformer", "pair"]
     assert {group.tiny for group in asked["groups"]} == {True}

@@ -16,7 +16,8 @@ def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend("scripts")
         yield SimpleNamespace(
-            bench=importlib.import_module("bench_step"), case=importlib.import_module("step_case")
+            bench=importlib.import_module("benchmarks.steps.run"),
+            case=importlib.import_module("benchmarks.steps.case"),
         )
 
 

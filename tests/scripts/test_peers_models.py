@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"benchmarks.peers.{name}")
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def script(monkeypatch):
 )
 def test_bounds_are_those_counted_by_hand(script, name, per_s):
     # By hand from published sizes, attention counted whole or in part: hence a few percent.
-    row = script("model_rows").ROWS[name]
+    row = script("rows").ROWS[name]
     assert row.batch_size / row.bound_s == pytest.approx(per_s, rel=0.05)
 
 
 def test_flops_are_twice_the_weights_of_the_layers_and_the_attention(script):
     from flax import nnx
 
-    rows, ours = script("model_rows"), script("model_jax")
+    rows, ours = script("rows"), script("jax_process")
     row = rows.ROWS["llama"]
     model = nnx.eval_shape(lambda: ours.build(row))
     weights = sum(
@@ -59,14 +59,14 @@ def test_hashed_values_follow_the_rule(script):
         h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
         h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
         expected[i] = ((h ^ h >> 16) >> 8) * 2.0**-23 - 1
-    actual = script("model_jax").hashed(jnp.uint32(seed), (10, 100), (0.0, 1.0))
+    actual = script("jax_process").hashed(jnp.uint32(seed), (10, 100), (0.0, 1.0))
     np.testing.assert_array_equal(actual.ravel(), expected.astype(jnp.bfloat16))
     assert abs(expected.mean()) < 0.1
     assert abs(expected.std() - 3**-0.5) < 0.05
 
 
 def test_every_row_has_a_tensor_for_every_weight(script):
-    rows, ours = script("model_rows"), script("model_jax")
+    rows, ours = script("rows"), script("jax_process")
     for name in rows.ROWS:
         row = rows.get_row(name, tiny=True)
         stored = ours.stored_shapes(row)
@@ -75,7 +75,7 @@ def test_every_row_has_a_tensor_for_every_weight(script):
 
 @pytest.mark.parametrize(("error", "agrees"), [(1e-3, True), (0.5, False)])
 def test_outputs_agree_where_roundings_explain_the_difference(script, tmp_path, error, agrees):
-    results, rows = script("peer_results"), script("model_rows")
+    results, rows = script("results"), script("rows")
     row = rows.get_row("bert", tiny=True)
     truth = np.random.default_rng(0).normal(size=(2, 8, 16))
     np.save(tmp_path / "torch bert float32.npy", truth)

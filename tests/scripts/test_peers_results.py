@@ -14,7 +14,7 @@ import pytest
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
-    return importlib.import_module
+    return lambda name: importlib.import_module(f"benchmarks.peers.{name}")
 
 
 def line(side, mode, seconds, **more):
@@ -26,17 +26,17 @@ def served(rate, met=True):
 
 
 def test_a_ratio_is_items_of_ours_over_items_of_theirs(script):
-    ratio = script("peer_results").ratio
+    ratio = script("results").ratio
     assert ratio(line("jax", "with_kernels", 0.5), line("torch", "eager", 1.0)) == 2.0
 
 
 @pytest.mark.parametrize("theirs", [None, {"side": "torch", "mode": "eager", "error": "gone"}])
 def test_there_is_no_ratio_over_what_did_not_run(script, theirs):
-    assert script("peer_results").ratio(line("jax", "with_kernels", 0.5), theirs) is None
+    assert script("results").ratio(line("jax", "with_kernels", 0.5), theirs) is None
 
 
 def test_rates_of_servers_compare_only_where_both_met_the_limit(script):
-    rate_ratio = script("peer_results").rate_ratio
+    rate_ratio = script("results").rate_ratio
     ours = line("jax", "with_kernels", 0.5, **served(300.0))
     assert rate_ratio(ours, line("torch", "eager", 1.0, **served(200.0))) == 1.5
     assert rate_ratio(ours, line("torch", "eager", 1.0, **served(0.0, met=False))) is None
@@ -45,7 +45,7 @@ def test_rates_of_servers_compare_only_where_both_met_the_limit(script):
 
 
 def test_lines_get_rates_and_their_share_of_the_best_peer(script, tmp_path):
-    results, rows = script("peer_results"), script("model_rows")
+    results, rows = script("results"), script("rows")
     row = rows.ROWS["bert"]
     lines = [
         {"side": "jax", "mode": "with_kernels", "seconds": 0.5},
@@ -63,7 +63,7 @@ def test_lines_get_rates_and_their_share_of_the_best_peer(script, tmp_path):
 
 
 def test_the_table_has_ratios_first_and_says_what_did_not_run(script):
-    results, rows = script("peer_results"), script("model_rows")
+    results, rows = script("results"), script("rows")
     rates = {"items_per_s": 1234.5, "share_of_bound": 0.6}
     lines = [
         line("jax", "library", 0.6, **rates),
@@ -84,7 +84,7 @@ def test_kernels_show_the_fastest_of_theirs_and_the_refusals(script):
     slow = found | {"tokamax_s": {"mosaic": 3e-5, "triton": 2e-5}}
     refused = found | {"case": "vit", "tokamax_s": {"mosaic": "no such GPU"}, "agree": False}
     missing = {"mode": "tokamax", "error": "No module named 'tokamax'"}
-    text = script("peer_results").kernel_table([slow, refused, missing]).splitlines()
+    text = script("results").kernel_table([slow, refused, missing]).splitlines()
     assert "2.00" in text[2]
     assert "triton" in text[2]
     assert "TOO LARGE" in text[3]
@@ -95,7 +95,7 @@ def test_kernels_show_the_fastest_of_theirs_and_the_refusals(script):
 
 
 def start(script, code, modes=("eager",)):
-    worker = script("peer_processes").Worker
+    worker = script("processes").Worker
     return worker([sys.executable, "-c", code], "torch", list(modes), 1)
 
 
@@ -145,7 +145,7 @@ def test_a_runtime_that_is_not_installed_is_named(script, monkeypatch, tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module = mode.split("-")[0]
     (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
-    reason = script("peer_processes").why_absent(sys.executable, mode)
+    reason = script("processes").why_absent(sys.executable, mode)
     assert reason == f"ImportError: no {module} here"
 
 
@@ -155,7 +155,7 @@ def test_a_provider_that_is_missing_is_named_with_those_that_are_there(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = "__version__ = '1.0'\ndef get_available_providers(): return ['CPUExecutionProvider']\n"
     (tmp_path / "onnxruntime.py").write_text(code)
-    why_absent = script("peer_processes").why_absent
+    why_absent = script("processes").why_absent
     assert why_absent(sys.executable, "onnxruntime-cpu") == ""
     reason = why_absent(sys.executable, "onnxruntime-cuda")
     assert reason == (
@@ -164,7 +164,7 @@ def test_a_provider_that_is_missing_is_named_with_those_that_are_there(
 
 
 def test_a_meter_takes_medians_of_a_span(script, monkeypatch):
-    processes = script("peer_processes")
+    processes = script("processes")
 
     def no_command(*args, **kwargs):
         raise FileNotFoundError
@@ -188,7 +188,7 @@ def test_a_meter_takes_medians_of_a_span(script, monkeypatch):
     ],
 )
 def test_options_that_do_not_go_together_are_refused(script, capsys, options, message):
-    protocol = script("peer_protocol")
+    protocol = script("protocol")
     parser = protocol.make_parser("")
     args = parser.parse_args(["--row", "bert", "--outputs", ".", *options])
     with pytest.raises(SystemExit):
@@ -197,7 +197,7 @@ def test_options_that_do_not_go_together_are_refused(script, capsys, options, me
 
 
 def test_compiling_ends_at_the_deadline_and_not_after_the_turn_began(script, monkeypatch):
-    protocol = script("peer_protocol")
+    protocol = script("protocol")
     protocol.start_deadline(time.time() + 0.05)
     with pytest.raises(TimeoutError, match="not compiled within"):
         time.sleep(20)
@@ -215,7 +215,7 @@ def instant(script, calls):
         time.sleep(1e-3)
         return np.full((2, 3), 7.0)
 
-    return script("peer_protocol").Program(
+    return script("protocol").Program(
         call=call,
         inputs=["a", "b", "c", "d"],
         upload=lambda index: f"host {index}",
@@ -226,14 +226,14 @@ def instant(script, calls):
 
 def options(script, *given):
     return (
-        script("peer_protocol")
+        script("protocol")
         .make_parser("")
         .parse_args(["--row", "bert", "--tiny", "--outputs", ".", *given])
     )
 
 
 def test_offline_runs_the_items_that_were_asked_for(script, tmp_path):
-    protocol, rows = script("peer_protocol"), script("model_rows")
+    protocol, rows = script("protocol"), script("rows")
     row, calls = rows.get_row("bert", tiny=True), []
     args = options(script, "--items", "50")
     found = protocol.measure(instant(script, calls), row, args, tmp_path / "out.npy")
@@ -246,7 +246,7 @@ def test_offline_runs_the_items_that_were_asked_for(script, tmp_path):
 
 
 def test_a_server_at_a_given_rate_says_whether_it_met_the_limit(script, tmp_path):
-    protocol, rows = script("peer_protocol"), script("model_rows")
+    protocol, rows = script("protocol"), script("rows")
     row, calls = rows.get_row("bert", tiny=True), []
     given = ("--scenario", "server", "--queries", "60", "--rate", "2000", "--latency-ms")
     loose = options(script, *given, "5000")
@@ -263,7 +263,7 @@ def test_a_server_at_a_given_rate_says_whether_it_met_the_limit(script, tmp_path
 def test_a_mode_that_fails_in_its_turn_is_reported_and_the_next_is_timed(
     script, monkeypatch, capsys, tmp_path
 ):
-    protocol, rows = script("peer_protocol"), script("model_rows")
+    protocol, rows = script("protocol"), script("rows")
     args = options(script, "--items", "50")
     args.outputs = tmp_path
 
@@ -289,19 +289,19 @@ def test_a_mode_that_fails_in_its_turn_is_reported_and_the_next_is_timed(
     assert (tmp_path / "torch bert good.npy").exists()
 
 
-@pytest.mark.parametrize("name", ["peer_torch", "peer_onnx", "peer_tokamax"])
+@pytest.mark.parametrize("name", ["torch_process", "onnx_process", "tokamax_process"])
 def test_help_needs_no_peer(script, monkeypatch, capsys, name):
     for library in ("torch", "transformers", "onnxruntime", "tensorrt", "tokamax", "jax"):
         monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
-        script(name).main()
+        script(f"{name}").main()
     assert end.value.code == 0
     assert "--deadline" in capsys.readouterr().out
 
 
 def test_a_mode_that_fails_is_a_line_and_ends_alone(script, capsys):
-    protocol = script("peer_protocol")
+    protocol = script("protocol")
     with protocol.attempt("torch", "eager", None):
         raise RuntimeError("no such\nkernel")
     with protocol.attempt("torch", "late", time.time() + 0.05):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 def scenarios():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend("scripts")
-        yield importlib.import_module("peer_scenarios")
+        yield importlib.import_module("benchmarks.peers.scenarios")
 
 
 gaps = st.lists(st.floats(0, 2), min_size=1, max_size=60)

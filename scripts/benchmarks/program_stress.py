@@ -1,0 +1,251 @@
+"""What stress_programs.py calls: a decode step and forward passes, compared bit for bit."""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from . import pool
+
+LAYERS = (6, 1)  # Of a step, and of one for a try.
+STEPS = ("unsplit 768x512", "interleaved 768x512:384+384")
+MODELS = ("vit-base", "bert-base", "conformer-l", "gpt2-xl", "bloom-7b1", "llama3-8b")
+TINY_STEPS = ("unsplit 24x16", "interleaved 24x16:8+16")
+TINY_MODELS = ("bert-base",)
+# Processes may differ by this share of the largest value: XLA chooses products by timing them in
+# each, and another one rounds differently.
+ROUNDING = 0.05
+FILLING_BYTES, SLACK_BYTES = 1 << 30, 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """What a process does.
+
+    Attributes:
+      program: Of STEPS or MODELS.
+      calls: How many, the first included.
+      full: Whether the device's memory is filled before.
+      tiny: Whether sizes are for a try without a GPU.
+    """
+
+    program: str
+    calls: int
+    full: bool
+    tiny: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a process found.
+
+    Attributes:
+      problem: What is wrong; empty if nothing is.
+      inputs: Digest of each array that went in, and of each copy that the first call used up.
+      first: Values of the first result of the first call, in f32.
+      seconds: Of a call, comparing included.
+    """
+
+    problem: str
+    inputs: tuple[int, ...]
+    first: object
+    seconds: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the rounds; returns the exit code."""
+    if not args.tiny:
+        pool.require_gpu()
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # Of all: what fills it is ours too.
+    programs = args.programs or program_names(tiny=args.tiny)
+    found: dict[str, list[Outcome]] = {program: [] for program in programs}
+    start, failed = time.time(), 0
+    for number in range(args.rounds):
+        full = bool(number % 2) and not (args.tiny or args.together)
+        items = [
+            Item(program=program, calls=args.calls, full=full, tiny=args.tiny)
+            for program in programs
+            for _ in range(args.copies)
+        ]
+        alone = not args.together
+        for item, result in pool.run(prepare, measure, items, len(items), quiet=True, alone=alone):
+            text = result if isinstance(result, str) else result.problem
+            if not isinstance(result, str):
+                text = text or against(found[item.program], result)
+                found[item.program].append(result)
+            failed += bool(text)
+            verdict = f"FAILED {text}" if text else f"same, {1e3 * result.seconds:.2f} ms a call"
+            memory = "full" if full else "free"
+            print(f"{item.program:24s} round {number}, memory {memory}: {verdict}", flush=True)
+    total = args.rounds * args.copies * len(programs)
+    print(f"{total - failed} same, {failed} failed, {time.time() - start:.0f} s")
+    return 1 if failed else 0
+
+
+def program_names(*, tiny: bool) -> tuple[str, ...]:
+    """The programs that can be asked for."""
+    return (*TINY_STEPS, *TINY_MODELS) if tiny else (*STEPS, *MODELS)
+
+
+def prepare(item: Item):
+    """Compiles a program.
+
+    Returns:
+      What goes in, and its digests; what begins, and returns copies that the first call uses up and
+      a call without arguments; the bytes that it needs beside what goes in.
+    """
+    import numpy as np
+
+    from .repeats import digests
+
+    inputs, begin, room_bytes = step_call(item) if " " in item.program else model_call(item)
+    return inputs, np.asarray(digests(inputs)), begin, room_bytes
+
+
+def measure(item: Item, ready) -> Outcome:
+    """Calls the program, and compares; `ready` is what `prepare` returned."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from .repeats import add_call, describe, digests, none_differ
+
+    inputs, before, begin, room_bytes = ready
+    filling = fill(room_bytes) if item.full else []
+    copies, call = begin()
+    copied = digests(copies) if copies else ()
+    # No waiting: what compares is compiled while the first call runs, as a user's next lines are.
+    first = call()
+    del copies
+    tally = none_differ(first)
+    start = time.perf_counter()
+    for _ in range(1, item.calls):
+        tally = add_call(tally, first, call())
+    problem = describe(jax.block_until_ready(tally))
+    seconds = (time.perf_counter() - start) / (item.calls - 1)
+    if (moved := int(np.sum(before != np.asarray(digests(inputs))))) and not problem:
+        problem = f"{moved} of {len(before)} inputs are not what they were when they were made"
+    del filling
+    return Outcome(
+        problem=problem,
+        inputs=tuple(map(int, (*before, *np.asarray(copied)))),
+        first=np.asarray(first[0].astype(jnp.float32)),
+        seconds=seconds,
+    )
+
+
+def against(earlier: list[Outcome], latest: Outcome) -> str:
+    """What differs from the first process; empty if inputs are equal and results are close."""
+    import numpy as np
+
+    if not earlier:
+        return ""
+    other = earlier[0]
+    pairs = zip(other.inputs, latest.inputs, strict=True)
+    if differing := [i for i, (a, b) in enumerate(pairs) if a != b]:
+        return f"inputs {differing} of {len(latest.inputs)} are not those of the first process"
+    difference = np.abs(latest.first - other.first)
+    bound = ROUNDING * float(np.max(np.abs(other.first)))
+    outside = ~(difference <= bound)  # NaN is outside.
+    if not outside.any():
+        return ""
+    from .repeats import ranges_of
+
+    return (
+        f"{outside.sum():,d} elements of the first call differ from the first process's by more "
+        f"than {bound:.3g}, at {ranges_of(outside)}"
+    )
+
+
+def step_call(item: Item):
+    """A decode step whose state is donated, at the same lengths in every call."""
+    import jax
+    from flax import nnx
+
+    from pbjax.decode import programs as step_programs
+    from pbjax.decode.search import SpecSearch
+    from pbjax.decode.state import find_state
+    from pbjax.device import find_device
+    from pbjax.program.analysis import analyse
+
+    from .repeats import digests
+    from .steps import case as step_case
+
+    spec, case = item.program.split()
+    batch_size, context, sizes = step_case.parsed(case)
+    graph, shapes = nnx.split(
+        nnx.eval_shape(lambda: step_case.make(LAYERS[item.tiny], tiny=item.tiny))
+    )
+    model, given = step_case.example(graph, shapes, batch_size, context)
+    device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
+    analysis = analyse(model.decode, given, device=device)
+    layout, leaves = find_state(analysis, given, 1), jax.tree.leaves(given)
+    if spec == "interleaved":
+        interleaved = SpecSearch(analysis).at(sizes)
+        lowered = step_programs.lower_interleaved(analysis, layout, leaves, interleaved, spec)
+    else:
+        lowered = step_programs.lower_unsplit(analysis, layout, leaves)
+    step = lowered.compile()
+    runner = step_programs.Runner(analysis, leaves)
+
+    def begin():
+        pieces = runner.start(step)
+
+        def call():
+            nonlocal pieces
+            outputs, pieces = runner.call(step, pieces)
+            return [*outputs, digests(jax.tree.leaves(pieces))]
+
+        return jax.tree.leaves(pieces), call
+
+    state = sum(leaves[i].nbytes for i in layout.inputs)
+    return [*analysis.weights, *leaves], begin, state + step.temporary_bytes
+
+
+def model_call(item: Item):
+    """A model's forward pass, at the sizes of the README."""
+    import jax
+
+    from models.presets import find_shape
+    from pbjax.graph.functional import functional
+    from pbjax.tuning.preset_model import ForwardPass
+
+    from .model_tables import BATCHES
+
+    asked = ForwardPass(model=item.program, batch_size=BATCHES[item.program])
+    if item.tiny:
+        asked = replace(asked, batch_size=2, seq_len=8)
+    shape = find_shape(asked.model, asked.dtype, 1 if item.tiny else None)
+    shape = shape.without_head().filled()
+    form = shape.call("forward", asked.batch_size, asked.length)
+    model, given = functional(form.function), shape.values(form)
+    weights, tree = jax.tree.flatten(model.params)
+
+    def program(weights, *inputs):
+        return jax.tree.leaves(model.apply(jax.tree.unflatten(tree, weights), *inputs))
+
+    compiled = jax.jit(program).lower(weights, *given).compile()
+    memory = compiled.memory_analysis()
+    # Of results: the first, those under way, and where they differ.
+    room = memory.temp_size_in_bytes + 6 * memory.output_size_in_bytes if memory else 0
+    call = partial(compiled, weights, *given)
+    return [*weights, *jax.tree.leaves(given)], lambda: ([], call), room
+
+
+def fill(room_bytes: int) -> list:
+    """Arrays that take the device's free memory but for a program's."""
+    import jax.numpy as jnp
+
+    # The slack is for libraries, programs, and what an allocator cannot use.
+    blocks = max(0, free_bytes() - room_bytes - SLACK_BYTES) // FILLING_BYTES
+    return [jnp.zeros(FILLING_BYTES, jnp.uint8).block_until_ready() for _ in range(blocks)]
+
+
+def free_bytes() -> int:
+    """Of the device, in all processes; what ours has set aside does not count as free."""
+    import subprocess
+
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(found.stdout) << 20
