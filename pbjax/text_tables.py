@@ -1,32 +1,46 @@
-"""Plain text of at most 100 columns: tables, wrapped lines, numbers of few digits."""
+"""Plain text for a terminal of 100 columns: tables, wrapped lines, numbers of few digits.
+
+The only place that lays out a table; nothing here needs jax or a terminal.
+"""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 WIDTH = 100
 
 
-def table_text(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A plain table; the first column is aligned to the left, all others to the right.
+def table_text(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: Collection[str] = (),
+) -> str:
+    """A plain table: the first column is aligned to the left, the others to the right.
 
     Args:
-      title: Line above it.
-      columns: Heads.
-      rows: Cells; numbers are written with four digits.
+      title: The line above the table; no line if it is empty.
+      columns: The heads.
+      rows: The cells of each row; numbers are written with four digits at most.
+      left: Heads of further columns that are aligned to the left.
+
+    Returns:
+      Lines without spaces at their ends.
     """
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+    lines = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    sides = ["<" if i == 0 or head in left else ">" for i, head in enumerate(columns)]
 
-    def line(row: Sequence[str]) -> str:
-        rest = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        return "  ".join((f"{row[0]:{widths[0]}}", *rest)).rstrip()
+    def line(cells: Sequence[str]) -> str:
+        aligned = zip(cells, sides, widths, strict=True)
+        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in aligned).rstrip()
 
-    rule = "-" * len(line(list(columns)))
-    return "\n".join([title, line(list(columns)), rule, *(line(row) for row in cells)])
+    head, *body = map(line, lines)
+    return "\n".join([*filter(None, [title]), head, "-" * len(head), *body])
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: 1 token, 2 tokens."""
+    """A count and its noun in the singular or plural: 1 token, 2 tokens."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -37,23 +51,23 @@ def _cell(value: object) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """A text as lines of at most WIDTH columns."""
+    """The lines of a text, of at most WIDTH columns; words are never broken."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
 def short(value: int | float) -> str:
-    """At most four digits, and a dot or a comma."""
+    """A number in four digits; whole, and with commas, from 1,000 on."""
     if value == 0:
         return "0"
-    if abs(value) >= 1000:
+    if abs(value) >= 999.95:
         return f"{value:,.0f}"
     if abs(value) < 0.001:
         return "0.000"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:.3f}" if abs(value) < 9.9995 else f"{value:.1f}"
 
 
 def size(num_bytes: int | float) -> str:
-    """Bytes in the unit that leaves the fewest digits."""
+    """A number of bytes with its unit: B, kB, MB or GB, powers of 1,000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.1f} {unit}"

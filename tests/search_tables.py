@@ -14,6 +14,7 @@ TILES = (8, 16, 32, 64)
 
 
 row = Row.of
+stage = random_tables.stage
 
 
 def corun(a, b, *figures):

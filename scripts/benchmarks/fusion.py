@@ -12,7 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 READY_S, TURN_S = 240, 300
-NAMES = {"plain": "plain JAX", "unsplit": "fused", "kernels": "with_kernels"}
+NAMES = ("plain", "unsplit", "kernels")  # In plain JAX, fused, by with_kernels.
+COLUMNS = (
+    *("row", "batch", "layers", "plain", "fused", "kernels", "fused/plain", "fused/kernels"),
+    *("diff fused", "diff kernels", "compile s"),
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -201,24 +205,30 @@ def made(build: Callable):
 
 def table(rows: list[dict]) -> str:
     """Milliseconds of each program, speedups and differences from plain JAX."""
-    lines = [
-        "row          batch  layers  plain ms  fused ms  kernels ms  fused/plain  fused/kernels  "
-        "diff fused  diff kernels  compile s"
-    ]
+    from pbjax.text_tables import table_text
+
+    cells, failed = [], []
     for row in rows:
         if "error" in row:
-            lines.append(f"{row['row']:12} {row['error']}")
+            failed.append(f"{row['row']}: {row['error']}")
             continue
         programs = row["programs"]
-        plain, fused, kernels = (programs[key]["measured_s"] for key in NAMES)
-        compile_s = " ".join(f"{programs[key]['compile_s']:.0f}" for key in NAMES)
-        lines.append(
-            f"{row['row']:12} {row['batch_size']:5} {row['num_layers']:7} {1e3 * plain:9.2f} "
-            f"{1e3 * fused:9.2f} {1e3 * kernels:11.2f} {plain / fused:11.2f}x "
-            f"{kernels / fused:13.2f}x {programs['unsplit']['max_difference']:11.2e} "
-            f"{programs['kernels']['max_difference']:13.2e}  {compile_s}"
+        seconds = [programs[key]["measured_s"] for key in NAMES]
+        plain, fused, kernels = seconds
+        differences = (programs[key]["max_difference"] for key in ("unsplit", "kernels"))
+        cells.append(
+            (
+                row["row"],
+                row["batch_size"],
+                row["num_layers"],
+                *(f"{1e3 * each:.2f}" for each in seconds),
+                f"{plain / fused:.2f}x",
+                f"{kernels / fused:.2f}x",
+                *(f"{each:.2e}" for each in differences),
+                " ".join(f"{programs[key]['compile_s']:.0f}" for key in NAMES),
+            )
         )
-    return "\n".join(lines)
+    return "\n".join([table_text("ms of a call", COLUMNS, cells), *failed])
 
 
 def provenance(argv: list[str]) -> dict:

@@ -14,6 +14,7 @@ from flax import nnx
 import models
 import pbjax
 from pbjax.graph.functional import shared_method
+from pbjax.text_tables import table_text
 
 PROMPT = 8
 
@@ -71,12 +72,13 @@ def run(options: argparse.Namespace) -> None:
             lambda n=n: list(pbjax.stream(model, prompts, max_new_tokens=n)) for n in (count + 1, 2)
         ),
     }
-    found = {}
+    found, rows = {}, []
     for name, (long, short) in runs.items():
         times = zip(least_s(long, options.repeats), least_s(short, options.repeats), strict=True)
         wall, processor = ((all_s - first_s) / (count - 1) for all_s, first_s in times)
         found |= {f"{name}_s": wall, f"{name}_processor_s": processor}
-        print(f"{name:9} {1e6 * wall:8.0f} us a step, {1e6 * processor:8.0f} us of processors")
+        rows.append((name, f"{1e6 * wall:,.0f}", f"{1e6 * processor:,.0f}"))
+    print(table_text("microseconds of a step", ("", "on the wall", "of processors"), rows))
     conditions = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

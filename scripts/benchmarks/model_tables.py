@@ -20,10 +20,10 @@ from pbjax.planning.profiling import Profile
 from pbjax.planning.program_summary import ProgramSummary
 from pbjax.planning.search import search
 from pbjax.runtime.measured_programs import joined, milliseconds
-from pbjax.runtime.measured_programs import table as as_table
 from pbjax.runtime.phases import Phases
 from pbjax.runtime.provenance import provenance_here
 from pbjax.runtime.timing import time_alternately
+from pbjax.text_tables import table_text
 from pbjax.tuning.measured_table import prepare_table
 from pbjax.tuning.offline_plan import best_split
 from pbjax.tuning.preset_model import MEASURED_LAYERS, ForwardPass
@@ -206,4 +206,4 @@ def text_of(lines: list[dict]) -> str:
         for line in lines
     ]
     columns = ("model", "predicted", "measured", "error", "MHz", "best split, predicted")
-    return as_table("ms of a call, back to back", columns, rows)
+    return table_text("ms of a call, back to back", columns, rows)

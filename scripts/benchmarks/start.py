@@ -165,12 +165,15 @@ def make_plan(model, ids, sizes: list[int]):
 
 def table(starts: dict[str, dict]) -> str:
     """Seconds of both starts by part and phase."""
-    lines = [f"{'seconds':34} {'cold':>8} {'second':>8}"]
-    cold, second = (starts[name]["parts"] for name in ("cold", "second"))
-    for part, phases in cold.items():
-        found = second.get(part, {})
-        lines.append(f"{part:34} {sum(phases.values()):8.2f} {sum(found.values()):8.2f}")
-        for name in dict.fromkeys([*phases, *found]):
-            lines.append(f"  {name:32} {phases.get(name, 0.0):8.2f} {found.get(name, 0.0):8.2f}")
-    totals = [sum(sum(p.values()) for p in parts.values()) for parts in (cold, second)]
-    return "\n".join([*lines, f"{'all':34} {totals[0]:8.2f} {totals[1]:8.2f}"])
+    from pbjax.text_tables import table_text
+
+    both = [starts[name]["parts"] for name in ("cold", "second")]
+    rows = []
+    for part in both[0]:
+        phases = [parts.get(part, {}) for parts in both]
+        rows.append((part, *(sum(seconds.values()) for seconds in phases)))
+        for name in dict.fromkeys([*phases[0], *phases[1]]):
+            rows.append((f"  {name}", *(seconds.get(name, 0.0) for seconds in phases)))
+    rows.append(("all", *(sum(sum(p.values()) for p in parts.values()) for parts in both)))
+    cells = ((name, f"{cold:.2f}", f"{second:.2f}") for name, cold, second in rows)
+    return table_text("", ("seconds", "cold", "second"), cells)

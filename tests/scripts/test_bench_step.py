@@ -37,7 +37,7 @@ def test_a_case_waits_for_its_turn_once_between_compiling_and_measuring(scripts,
     assert row["sizes"] == (4, 4)
     assert row["seconds"].keys() == {"unsplit", "sequential", "interleaved"}
     assert "LlamaModel.decode" in report
-    assert "4+4" in scripts.bench.line(row)
+    assert "4+4" in scripts.bench.table([row], 1)
 
 
 def test_layers_of_the_example_share_a_cache_until_a_call_copies_it(scripts):
@@ -76,7 +76,7 @@ def test_a_process_that_died_or_failed_ends_the_run_with_its_case(scripts):
         worker.answer()
 
 
-def test_a_way_that_was_not_tried_is_a_dash(scripts):
+def test_a_program_that_was_not_tried_is_a_dash(scripts):
     row = {
         "batch": 8,
         "context": 16,
@@ -86,7 +86,7 @@ def test_a_way_that_was_not_tried_is_a_dash(scripts):
         "overlapped_fraction": 0.0,
         "tokens_per_s_at_32_layers": 1000,
     }
-    assert scripts.bench.line(row).split() == [
+    assert scripts.bench.table([row], 6).splitlines()[-1].split() == [
         "8",
         "16",
         "8",

@@ -8,6 +8,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from pbjax.text_tables import table_text
+
 from .. import pool
 from .programs import Group, Variant, measure, prepare
 from .search import search_ablation
@@ -133,20 +135,27 @@ def one_unsplit(rows: list[dict]) -> list[dict]:
 
 def table(document: dict) -> str:
     """Everything that was measured, as text."""
-    lines = [f"{'model':10s} {'program':48s} {'ms':>8s} {'spread':>7s} {'x':>6s} {'hidden':>6s}"]
-    lines[0] += f" {'temp MB':>8s} {'rms':>8s}"
-    for row in document["rows"]:
-        if "error" in row:
-            lines.append(f"{row['model']:10s} FAILED {row['error']}")
-            continue
-        hidden = f"{row['overlapped_share']:6.0%}" if "overlapped_share" in row else "     -"
-        lines.append(
-            f"{row['model']:10s} {row['label']:48s} {1e3 * row['seconds']:8.3f} "
-            f"{1e3 * row['spread_s']:7.3f} {row['over_unsplit']:6.3f} {hidden} "
-            f"{row['temporary_bytes'] / 1e6:8.0f} {row['relative_rms']:8.1e}"
+    cells = [
+        (
+            row["model"],
+            row["label"],
+            f"{1e3 * row['seconds']:.3f}",
+            f"{1e3 * row['spread_s']:.3f}",
+            f"{row['over_unsplit']:.3f}",
+            f"{row['overlapped_share']:.0%}" if "overlapped_share" in row else "-",
+            f"{row['temporary_bytes'] / 1e6:,.0f}",
+            f"{row['relative_rms']:.1e}",
         )
-    lines.append("x: unsplit over this, of one process; hidden: share of the memory-bound kernels'")
-    lines.append("time in which a Tensor-Core kernel ran too, from a device trace")
+        for row in document["rows"]
+        if "error" not in row
+    ]
+    columns = ("model", "program", "ms", "spread", "x", "hidden", "temp MB", "rms")
+    lines = [
+        table_text("", columns, cells, left=("program",)),
+        "x: unsplit over this, of one process; hidden: share of the memory-bound kernels'",
+        "time in which a Tensor-Core kernel ran too, from a device trace",
+    ]
+    lines += [f"{row['model']} FAILED {row['error']}" for row in document["rows"] if "error" in row]
     for row in document.get("search", {}).get("rows", []):
         lines.append(", ".join(f"{name} {value}" for name, value in row.items()))
     return "\n".join(lines)

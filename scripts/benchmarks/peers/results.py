@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from pbjax.text_tables import table_text
+
 from .rows import Row
 
 # A rounding to bfloat16 is off by 2^-9 at most; about eight of them a layer reach the hidden state,
 # and add up as their root.
 ROUNDING, ROUNDINGS_PER_LAYER = 2.0**-8, 8
 OURS = "jax"
+LEFT = ("case", "program", "ours is", "tokamax's is", "errors")
 
 
 def finish(row: Row, lines: list[dict], folder: Path) -> list[dict]:
@@ -111,7 +114,7 @@ def best_of_ours(lines: list[dict]) -> dict | None:
 
 
 def table(rows: dict[str, Row], lines: list[dict]) -> str:
-    """Our best over each peer in Markdown, a row each; below it what did not run, and why.
+    """Our best over each peer, a row each; below it what did not run, and why.
 
     Args:
       rows: By name, in the order of the table.
@@ -131,7 +134,7 @@ def table(rows: dict[str, Row], lines: list[dict]) -> str:
         cells += [_cell(ours and ours["items_per_s"], ",.1f")]
         cells += [_cell(ours and ours["share_of_bound"], ".0%"), ours["mode"] if ours else "-"]
         body.append([row.title, *cells])
-    text = markdown(head, body)
+    text = table_text("", head, body, left=LEFT)
     if served := server_table(rows, lines):
         text += "\n\n" + served
     failed = [line for line in lines if "error" in line]
@@ -141,7 +144,7 @@ def table(rows: dict[str, Row], lines: list[dict]) -> str:
 
 
 def server_table(rows: dict[str, Row], lines: list[dict]) -> str:
-    """The server scenario in Markdown, a line for each program; empty if it was not run."""
+    """The server scenario, a line for each program; empty if it was not run."""
     body = []
     for name, row in rows.items():
         served = [line for line in lines if line["row"] == name and "server" in line]
@@ -160,11 +163,11 @@ def server_table(rows: dict[str, Row], lines: list[dict]) -> str:
                 ]
             )
     head = ["row", "program", "ours over it", "queries/s", "limit, ms", "of offline"]
-    return markdown(head, body) if body else ""
+    return table_text("", head, body, left=LEFT) if body else ""
 
 
 def kernel_table(kernels: list[dict]) -> str:
-    """Ours and tokamax's kernels in Markdown, the fastest of theirs; below it what did not run."""
+    """Ours and tokamax's kernels, the fastest of theirs; below it what did not run."""
     head = ["kernel", "case", "over tokamax", "ours, us", "tokamax, us", "tokamax's is", "errors"]
     body, failed = [], []
     for found in kernels:
@@ -187,19 +190,8 @@ def kernel_table(kernels: list[dict]) -> str:
                 "rounding" if found["agree"] else "TOO LARGE",
             ]
         )
-    return "\n".join([markdown(head, body)] * bool(body) + failed)
+    return "\n".join([table_text("", head, body, left=LEFT)] * bool(body) + failed)
 
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table in Markdown whose columns are as wide as what they hold."""
-    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in [head, *body]
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)

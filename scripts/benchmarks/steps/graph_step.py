@@ -26,6 +26,7 @@ from pbjax.program.analysis import analyse
 from pbjax.runtime.execution import overlap_options
 from pbjax.runtime.provenance import provenance_here
 from pbjax.runtime.verification import error_and_magnitude
+from pbjax.text_tables import table_text
 
 from .case import example, make, parsed
 
@@ -52,17 +53,29 @@ def run(args: argparse.Namespace) -> None:
     runner = Runner(analysis, leaves)
     rows = [timed(runner, program) for program in programs]
     expected = logits(runner, programs[0])
-    print(f"{args.case}, {args.layers} layers; ms a call, of calls that follow each other")
     for row, program in zip(rows, programs, strict=True):
         row["max_difference"] = float(error_and_magnitude(logits(runner, program), expected)[0])
-        ratio = rows[0]["median_s"] / row["median_s"]
-        figures = f"{1e3 * row['median_s']:7.3f} {ratio:5.2f}x {row['max_difference']:.2g}"
-        print(f"{row['name']:8} {figures}")
+    print(table(f"{args.case}, {args.layers} layers", rows))
     found = {"case": args.case, "layers": args.layers, "in_turns": args.in_turns, "rows": rows}
     provenance = asdict(provenance_here(kind, " ".join(["python", *sys.argv])))
     if args.out:
         document = {"schema_version": 1, "provenance": provenance, **found}
         args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def table(subject: str, rows: list[dict]) -> str:
+    """The programs as text, the whole batch first."""
+    cells = (
+        (
+            row["name"],
+            f"{1e3 * row['median_s']:.3f}",
+            f"{rows[0]['median_s'] / row['median_s']:.2f}x",
+            f"{row['max_difference']:.2g}",
+        )
+        for row in rows
+    )
+    title = f"{subject}; ms a call, of calls that follow each other"
+    return table_text(title, ("program", "ms", "speedup", "difference"), cells)
 
 
 def logits(runner: Runner, program: StepProgram) -> Array:

@@ -13,6 +13,10 @@ from multiprocessing.process import BaseProcess
 # Batch x context, and sizes of the sub-batches where the search is not to choose them.
 CASES = ["1024x512", "768x512", "768x512:384+384", "512x1024:256+256", "256x2048:128+128"]
 TINY_CASES = ["32x16", "24x32:12+12"]
+COLUMNS = (
+    *("batch", "context", "sizes", "unsplit", "sequential", "interleaved", "ratio", "bound"),
+    *("overlap", "tokens/s"),
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -26,10 +30,7 @@ def run(args: argparse.Namespace) -> None:
         result = {"schema_version": 2, "provenance": provenance, "rows": rows}
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{args.layers} layers; ms, ratios over unsplit; tokens/s are of the fastest for 32")
-    print("batch context      sizes  unsplit  sequential  interl.  ratio  bound  overlap  tokens/s")
-    for row in rows:
-        print(line(row))
+    print(f"\n{table(rows, args.layers)}")
 
 
 def measured(
@@ -111,17 +112,31 @@ def measure(
         raise
 
 
-def line(row: dict) -> str:
+def table(rows: Sequence[dict], num_layers: int) -> str:
+    """All rows as text."""
+    from pbjax.text_tables import table_text
+
+    title = f"{num_layers} layers; ms, ratios over unsplit; tokens/s are of the fastest for 32"
+    return table_text(title, COLUMNS, map(cells, rows))
+
+
+def cells(row: dict) -> tuple[object, ...]:
     """One row of the table; a dash for what was not tried."""
     unsplit, sequential, interleaved = (
         row["seconds"].get(name) for name in ("unsplit", "sequential", "interleaved")
     )
     ratio = unsplit / interleaved if interleaved else None
     return (
-        f"{row['batch']:5d} {row['context']:7d} {'+'.join(map(str, row['sizes'])):>10s} "
-        f"{1e3 * unsplit:8.3f} {_cell(sequential, 1e3):>11s} {_cell(interleaved, 1e3):>8s} "
-        f"{_cell(ratio):>6s} {unsplit / row['bound_s']['interleaved']:6.2f} "
-        f"{row['overlapped_fraction']:8.0%} {row['tokens_per_s_at_32_layers']:9,d}"
+        row["batch"],
+        row["context"],
+        "+".join(map(str, row["sizes"])),
+        _cell(unsplit, 1e3),
+        _cell(sequential, 1e3),
+        _cell(interleaved, 1e3),
+        _cell(ratio),
+        f"{unsplit / row['bound_s']['interleaved']:.2f}",
+        f"{row['overlapped_fraction']:.0%}",
+        row["tokens_per_s_at_32_layers"],
     )
 
 
