@@ -75,28 +75,77 @@ def test_error_of_the_job_passes_through():
         raise KeyboardInterrupt
 
 
-def test_terminal_gets_a_bar_with_phase_and_item(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 100 columns as stderr, and the clock of what is shown on it."""
+    stream, clock = Terminal(), [1000.0]
     monkeypatch.setenv("TERM", "xterm")
-    with ProgressPrinter() as printer:
-        printer("profile", 1, 4, "attention")
-        printer("profile", 2, 4, "feed-forward")
-        time.sleep(0.2)
-    assert "feed-forward" in stream.getvalue()
-    assert "2/4" in stream.getvalue()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    return stream, clock
 
 
-def test_bar_clocks_a_job_that_says_nothing(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "BAR_INTERVAL_S", 0.02)
+def shown_on(terminal, monkeypatch, job):
+    """What a job leaves on a terminal, without colours and what moves the cursor."""
+    stream, clock = terminal
+    monkeypatch.setattr(sys, "stderr", stream)  # here: pytest sets it between fixtures and test
     with ProgressPrinter() as printer:
-        printer("compile", 0, 4, "")
-        printer._began -= 60
-        time.sleep(0.5)
-    assert re.search(r"compile, 6\d s", stream.getvalue())
+        job(printer, clock)
+        time.sleep(0.3)  # the bar redraws itself ten times a second
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+
+
+def test_terminal_gets_a_bar_with_phase_and_item(terminal, monkeypatch):
+    def job(say, clock):
+        say("profile", 1, 4, "attention")
+        say("profile", 2, 4, "feed-forward")
+
+    text = shown_on(terminal, monkeypatch, job)
+    assert re.search(r"profile feed-forward [━╺╸]+ +2/4", text)
+
+
+def test_bar_clocks_a_job_that_says_nothing(terminal, monkeypatch):
+    def job(say, clock):
+        say("compile", 0, 4, "")
+        clock[0] += 61
+
+    text = shown_on(terminal, monkeypatch, job)
+    assert re.search(r"compile [━╺╸]+ +0/4 0:01:01 left -:--:--", text)
+
+
+def test_bar_estimates_the_time_left_from_items_that_take_minutes(terminal, monkeypatch):
+    def job(say, clock):
+        for done in range(4):
+            say("compile", done, 10, f"program {done}")
+            clock[0] += 100
+
+    text = shown_on(terminal, monkeypatch, job)
+    assert re.search(r"compile program 3 [━╺╸]+ +3/10 0:06:40 left 0:11:40", text)
+
+
+def test_bar_starts_its_clock_anew_in_each_phase(terminal, monkeypatch):
+    def job(say, clock):
+        say("compile", 1, 2, "")
+        clock[0] += 100
+        say("compile", 2, 2, "done")
+        say("measure", 0, 3, "")
+        clock[0] += 5
+
+    text = shown_on(terminal, monkeypatch, job)
+    assert re.search(r"measure [━╺╸]+ +0/3 0:00:05 left -:--:--", text)
+
+
+def test_brackets_of_an_item_are_shown(terminal, monkeypatch):
+    text = shown_on(terminal, monkeypatch, lambda say, clock: say("profile", 0, 2, "mask [bold]"))
+    assert "profile mask [bold]" in text
+
+
+def test_output_into_a_file_does_not_go_to_the_terminal(terminal, monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    text = shown_on(terminal, monkeypatch, lambda say, clock: print("the report"))
+    assert output.getvalue() == "the report\n"
+    assert "the report" not in text
 
 
 def test_phases_are_clocked_in_order_and_summed_by_name(monkeypatch):
