@@ -3,7 +3,7 @@
     python scripts/bench_generation.py [--layers 4] [--width 256] [--batch 4] [--tokens 128]
 
 A GPT-2 with random weights generates greedily. *Bare* is a Python loop over the jitted model.decode
-with a donated cache, which chooses no token and reads nothing back. Figures are of one step, from
+with a donated cache, which chooses no token and reads nothing back. Results are of one step, from
 the fastest of the runs, without prefill and compiling; other programs disturb the time of
 processors less than the time on the wall.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times a decode step as two sub-batches of one CUDA graph, beside the whole batch.
 
-Two chains of kernels with SM budgets: while one sub-batch reads its caches, the other multiplies.
+Two series of kernels with SM budgets: while one sub-batch reads its caches, the other multiplies.
 With --in-turns each waits for the other's products before its own, and for the other's reading;
 without, only data is waited for. docs/design/decode_step.md has what came of it.
 

@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12, help="that compile side by side")
     parser.add_argument("--ready-within", type=float, default=90, help="seconds for compiling")
     parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
-    parser.add_argument("--only", nargs="*", help="models, or such as 'llama3-8b decode'")
+    parser.add_argument("--only", nargs="*", help="models, or pairs like 'llama3-8b decode'")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     args = parser.parse_args()
     run(args)

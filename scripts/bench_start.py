@@ -31,8 +31,8 @@ def main() -> None:
     args = parser.parse_args()
     if sum(args.split) != args.batch:
         parser.error(
-            f"--split {args.split}: adds up to {sum(args.split)}; sizes that add up to --batch "
-            f"{args.batch} are allowed; give such"
+            f"--split {args.split}: adds up to {sum(args.split)}; the sizes must add up to --batch "
+            f"{args.batch}; change one of the two"
         )
     run(args)
 

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     args = parser.parse_args()
     if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: 1 or more runs are possible; give such a number")
+        parser.error(f"--repeats {args.repeats}: 1 or more runs are allowed; give 1 or more")
     return run(args)
 
 

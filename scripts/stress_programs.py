@@ -31,13 +31,13 @@ def main() -> int:
     if args.calls < 2 or args.rounds < 1 or args.copies < 1:
         parser.error(
             f"--calls {args.calls} --rounds {args.rounds} --copies {args.copies}: 2 or more calls, "
-            "1 or more rounds and copies are possible; give such numbers"
+            "1 or more rounds and copies are allowed; give more"
         )
     possible = program_names(tiny=args.tiny)
     if unknown := set(args.programs or ()) - set(possible):
         parser.error(
-            f"--programs {' '.join(sorted(unknown))}: not a program; {', '.join(possible)} are "
-            "possible; choose of them"
+            f"--programs {' '.join(sorted(unknown))}: not a program; programs are "
+            f"{', '.join(possible)}; choose of these"
         )
     return run(args)
 

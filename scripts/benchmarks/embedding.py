@@ -30,18 +30,18 @@ def run(options: argparse.Namespace) -> None:
     lengths = np.clip(lengths.astype(int), 3, LONGEST)
     texts = [generator.integers(1000, config.vocab_size, length).tolist() for length in lengths]
     by_length = sorted(range(len(texts)), key=lambda index: -lengths[index])
-    specs = {
+    methods = {
         "padded as they come": partial(padded, model, texts, range(len(texts))),
         "padded by length": partial(padded, model, texts, by_length),
         "packed": partial(embed, model, texts),
     }
     first = None
-    for name, spec in specs.items():
-        vectors, seconds = timed(partial(spec, batch_tokens=options.batch_tokens))
+    for name, method in methods.items():
+        vectors, seconds = timed(partial(method, batch_tokens=options.batch_tokens))
         first = vectors if first is None else first
         line = {
             "bench": "embedding",
-            "way": name,
+            "method": name,
             "texts_per_s": round(len(texts) / seconds, 1),
             "tokens_per_s": round(int(lengths.sum()) / seconds),
             "largest_difference": float(np.abs(vectors - first).max()),
@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
 
 
-def timed(spec: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+def timed(embed_all: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
     """Runs twice; returns the result and the seconds of the second time."""
-    spec()
+    embed_all()
     start = time.perf_counter()
-    return spec(), time.perf_counter() - start
+    return embed_all(), time.perf_counter() - start
 
 
 def padded(

@@ -8,11 +8,11 @@ _CLOCK_SM = 1  # NVML_CLOCK_SM
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the driver says at one moment.
+    """The reading of one moment.
 
     Attributes:
-      joules: Used since the driver was loaded.
-      clock_mhz: Of the SMs.
+      joules: Energy used since the driver was loaded.
+      clock_mhz: The clock of the SMs.
     """
 
     joules: float

@@ -32,13 +32,13 @@ def run(repeats: int) -> None:
         "cores": os.cpu_count(),
         "repeats": repeats,
     }
-    figures = {
+    found = {
         "analyse_bert_base_s": statistics.median(analyse_bert() for _ in range(repeats)),
         "import_beyond_jax_s": statistics.median(import_pbjax() for _ in range(repeats)),
         "call_overhead_us": 1e6 * call_overhead(),
     }
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    print(json.dumps({"bench": "engine", **conditions, **figures}))
+    print(json.dumps({"bench": "engine", **conditions, **found}))
 
 
 def analyse_bert() -> float:

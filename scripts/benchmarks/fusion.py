@@ -232,7 +232,7 @@ def table(rows: list[dict]) -> str:
 
 
 def provenance(argv: list[str]) -> dict:
-    """Where and how it was measured."""
+    """The device, software and command of the measurement."""
     import jax
 
     from pbjax.runtime.provenance import provenance_here

@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> None:
         shards = make(folder, options.layers, options.shard_mb * 10**6)
         models.convert(folder, Path(temporary, "converted"), report=lambda line: None)
         for case, dtype in CASES.items():
-            place = Path(temporary, "converted") if case == "converted" else folder
-            report(case, run_case(place, dtype), shards)
+            source = Path(temporary, "converted") if case == "converted" else folder
+            report(case, run_case(source, dtype), shards)
 
 
 def make(folder: Path, num_layers: int, shard_bytes: int) -> list[int]:

@@ -46,10 +46,10 @@ SETTLING_S = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process does.
+    """The work of one process.
 
     Attributes:
-      model: Of BATCHES.
+      model: One of BATCHES.
       share: Which part of the table's sub-batches it measures; None to run the whole model.
       table: File of the model's table.
       start: time.time() when the script began.
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def part(self) -> str:
-        """For what is printed."""
+        """The part of the model, as it is printed."""
         return "the whole model" if self.share is None else f"share {self.share} of its table"
 
     @property
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         for name in args.models
         for share in (*range(PROCESSES.get(name, 1)), *((None,) if args.programs else ()))
     ]
-    outlines, programs, incomplete = {}, {}, set()
+    summaries, programs, incomplete = {}, {}, set()
     limits = {"quiet": True, "prepare_within_s": args.ready_within}
     for job, result in pool.run(prepare, measure, jobs, len(jobs), **limits):
         if isinstance(result, str):
@@ -94,12 +94,12 @@ def run(args: argparse.Namespace) -> None:
             programs[job.model] = result | meter.between(*result.pop("between"))
             text = f"{milliseconds(result['median_s'])} ms a call"
         else:
-            outlines[job.model], text = result
+            summaries[job.model], text = result
         print(f"{job.model}, {job.part}: {text}", flush=True)
     meter.stop()
-    print(f"{len(outlines.keys() - incomplete)} tables, {time.time() - start:.0f} s")
+    print(f"{len(summaries.keys() - incomplete)} tables, {time.time() - start:.0f} s")
     lines = [
-        compare(job, outlines[job.model], programs[job.model])
+        compare(job, summaries[job.model], programs[job.model])
         for job in jobs
         if job.share is None and job.model not in incomplete
     ]
@@ -166,7 +166,7 @@ def time_program(call) -> dict:
 
 
 def compare(job: Job, summary: ProgramSummary, measured: dict) -> dict:
-    """What a table predicts of the whole batch and of its best split, and what was measured."""
+    """Seconds that a table predicts, of the whole batch and its best split, and the measured."""
     asked = job.asked
     found = search(summary, Profile.load(job.table), asked.batch_size)
     predicted_s = found.by_count[1].prediction.makespan_s

@@ -8,7 +8,7 @@ from functools import partial
 
 from . import pool
 
-LAYERS = (6, 1)  # Of a step, and of one for a try.
+LAYERS = (6, 1)  # Layers of a step, and of a step with --tiny.
 STEPS = ("unsplit 768x512", "interleaved 768x512:384+384")
 MODELS = ("vit-base", "bert-base", "conformer-l", "gpt2-xl", "bloom-7b1", "llama3-8b")
 TINY_STEPS = ("unsplit 24x16", "interleaved 24x16:8+16")
@@ -21,11 +21,11 @@ FILLING_BYTES, SLACK_BYTES = 1 << 30, 2 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """What a process does.
+    """The work of one process.
 
     Attributes:
-      program: Of STEPS or MODELS.
-      calls: How many, the first included.
+      program: One of STEPS or MODELS.
+      calls: The number of calls, the first included.
       full: Whether the device's memory is filled before.
       tiny: Whether sizes are for a try without a GPU.
     """
@@ -38,13 +38,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a process found.
+    """The findings of one process.
 
     Attributes:
       problem: What is wrong; empty if nothing is.
       inputs: Digest of each array that went in, and of each copy that the first call used up.
       first: Values of the first result of the first call, in f32.
-      seconds: Of a call, comparing included.
+      seconds: Seconds of a call, comparing included.
     """
 
     problem: str
@@ -218,8 +218,8 @@ def model_call(item: Item):
         asked = replace(asked, batch_size=2, seq_len=8)
     shape = find_shape(asked.model, asked.dtype, 1 if item.tiny else None)
     shape = shape.without_head().filled()
-    form = shape.call("forward", asked.batch_size, asked.length)
-    model, given = functional(form.function), shape.values(form)
+    call = shape.call("forward", asked.batch_size, asked.length)
+    model, given = functional(call.function), shape.values(call)
     weights, tree = jax.tree.flatten(model.params)
 
     def program(weights, *inputs):
@@ -227,10 +227,10 @@ def model_call(item: Item):
 
     compiled = jax.jit(program).lower(weights, *given).compile()
     memory = compiled.memory_analysis()
-    # Of results: the first, those under way, and where they differ.
+    # Results: the first, those under way, and where they differ.
     room = memory.temp_size_in_bytes + 6 * memory.output_size_in_bytes if memory else 0
-    call = partial(compiled, weights, *given)
-    return [*weights, *jax.tree.leaves(given)], lambda: ([], call), room
+    again = partial(compiled, weights, *given)
+    return [*weights, *jax.tree.leaves(given)], lambda: ([], again), room
 
 
 def fill(room_bytes: int) -> list:
@@ -243,7 +243,7 @@ def fill(room_bytes: int) -> list:
 
 
 def free_bytes() -> int:
-    """Of the device, in all processes; what ours has set aside does not count as free."""
+    """The free memory of the device; what our process has set aside does not count as free."""
     import subprocess
 
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]

@@ -63,7 +63,7 @@ def program(
 
     Args:
       num_stages: Stages of the block.
-      num_blocks: How often the block repeats.
+      num_blocks: The number of blocks.
       ends: Classes of prologue and epilogue; none for a program without them.
       held_bytes_per_row: What the first stage holds; the second holds twice as much.
     """
@@ -90,7 +90,7 @@ def table(
     Within budgets a stage takes up to a fifth longer; it was measured so at three sizes.
 
     Args:
-      chance: What draws.
+      chance: The source of random numbers.
       summary: The program.
       batch_size: Rows of the whole batch.
       shape: One of SHAPES.
@@ -165,7 +165,7 @@ def curve(
     """Random seconds over the batch size, of one kind of shape.
 
     Args:
-      chance: What draws.
+      chance: The source of random numbers.
       shape: One of SHAPES.
       sizes: Batch sizes.
       tiles: Rows of a step of a plateau, one of which is drawn.

@@ -16,14 +16,14 @@ WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 class Tally(NamedTuple):
-    """What has differed so far, on the device.
+    """The differences so far, on the device.
 
     Attributes:
-      compared: How many calls were compared.
-      calls: How many of them differed.
+      compared: The number of calls that were compared.
+      calls: The number of calls that differed.
       first: Number of the first call that did, -1 if none has.
       largest: For each result, the largest difference, in f32; NaN where a value was none.
-      places: For each result, which elements.
+      places: For each result, the elements that differed.
     """
 
     compared: Array
@@ -34,7 +34,11 @@ class Tally(NamedTuple):
 
 
 def none_differ(results: Sequence[Array | jax.ShapeDtypeStruct]) -> Tally:
-    """The tally before the first comparison, of such results."""
+    """The tally before the first comparison.
+
+    Args:
+      results: Results of the shapes that will be compared.
+    """
     return Tally(
         compared=jnp.int32(0),
         calls=jnp.int32(0),

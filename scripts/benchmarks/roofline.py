@@ -39,11 +39,11 @@ class Turn:
         self.crowded = False
 
     def own(self) -> "Turn":
-        """One for another case."""
+        """Another case's turn, of the same counter, lock and event."""
         return Turn(self.ready, self.lock, self.first, self.total, self.deadline)
 
     def count(self) -> None:
-        """One more case is compiled, or never will be."""
+        """Counts a case as compiled, or as one that never will be."""
         with self.ready.get_lock():
             self.ready.value += 1
 
@@ -62,7 +62,7 @@ class Turn:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets the next one."""
+        """Lets the next case measure."""
         self.lock.release()
 
 
@@ -75,7 +75,7 @@ class First(Turn):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets the others."""
+        """Lets the others measure."""
         self.first.set()
 
 
@@ -121,7 +121,7 @@ def measure_case(case, turn: Turn, results) -> None:
 
 
 def this_kind() -> str:
-    """What JAX calls the device."""
+    """JAX's name of the device."""
     import jax
 
     return jax.devices()[0].device_kind

@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> None:
     for limit in LIMITS:
         options = SearchOptions(memory_limit_bytes=None if limit is None else int(limit * whole))
         results = [search(summary, each, args.batch, options) for each in tables]
-        figures = {"memory_limit": limit, **figures_of(results)}
-        print(json.dumps({"bench": "search", **conditions, **figures}))
+        found = {"memory_limit": limit, **summarize(results)}
+        print(json.dumps({"bench": "search", **conditions, **found}))
 
 
 def conditions_of(args):
-    """What the figures hold for."""
+    """The conditions of the results."""
     return {
         "batch": args.batch,
         "stages": args.stages,
@@ -50,8 +50,8 @@ def conditions_of(args):
     }
 
 
-def figures_of(results):
-    """Seconds, and what was computed in them."""
+def summarize(results):
+    """Seconds of the searches, and how much they computed."""
     seconds = [result.seconds for result in results]
     work = [result.evaluations + result.bounds for result in results]
     return {

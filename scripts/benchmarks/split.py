@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> None:
     print(report)
     conditions = vars(args) | {"jax": jax.__version__, "cores": os.cpu_count()}
     keep = ("device_kind", "programs", "plan", "phases")
-    figures = {key: value for key, value in report.to_dict().items() if key in keep}
-    print(json.dumps({"bench": "split", **conditions, **figures}))
+    found = {key: value for key, value in report.to_dict().items() if key in keep}
+    print(json.dumps({"bench": "split", **conditions, **found}))

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_start(name: str, folder: str) -> dict:
-    """What a process says of its start."""
+    """Runs a start in a process of its own; returns what it prints."""
     command = [sys.executable, *sys.argv, "--start", name, "--folder", folder]
     env = os.environ | {"PBJAX_CACHE_DIR": f"{folder}/programs"}
     command += ["--began", str(time.time())]
@@ -91,18 +91,22 @@ class Parts:
     """Seconds by phase of the parts of a start, each told on stderr once it is done."""
 
     def __init__(self, name: str) -> None:
-        """Of the start of this name."""
+        """Starts with no part.
+
+        Args:
+          name: The name of the start, for what is printed.
+        """
         self.name, self.found = name, {}
 
     def add(self, part: str, seconds: dict[str, float]) -> None:
-        """Adds a part."""
+        """Adds the seconds of a part by phase, and prints them."""
         self.found[part] = seconds
         listed = ", ".join(f"{phase} {s:.2f}" for phase, s in seconds.items())
         print(f"{self.name}: {part}: {listed}", file=sys.stderr, flush=True)
 
 
 def seconds_of(phases) -> dict[str, float]:
-    """Seconds by name."""
+    """The seconds of each phase, by name."""
     return {phase.name: phase.seconds for phase in phases.finished()}
 
 

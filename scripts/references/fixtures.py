@@ -94,9 +94,9 @@ def make_names(family: Family, folder: Path) -> list[str]:
     names = {}
     with tempfile.TemporaryDirectory() as temporary:
         for kind in (family.model, *family.task_classes):
-            place = Path(temporary, kind.__name__)
-            kind(family.config()).save_pretrained(place)
-            tensors = load_file(place / "model.safetensors")
+            folder = Path(temporary, kind.__name__)
+            kind(family.config()).save_pretrained(folder)
+            tensors = load_file(folder / "model.safetensors")
             names[kind.__name__] = {key: list(tensors[key].shape) for key in sorted(tensors)}
         place = Path(temporary, "sharded")
         family.model(family.config()).save_pretrained(place, max_shard_size="30KB")

@@ -48,13 +48,13 @@ def draw(document: dict, path: Path) -> None:
 
 def _panel(axis, title: str, bars: list[tuple[str, float, str]]) -> None:
     labels, values, colours = zip(*bars, strict=True)
-    places = range(len(bars), 0, -1)
-    axis.barh(places, [value - 1 for value in values], left=1.0, color=colours, height=0.72)
+    heights = range(len(bars), 0, -1)
+    axis.barh(heights, [value - 1 for value in values], left=1.0, color=colours, height=0.72)
     axis.axvline(1.0, color="black", linewidth=0.8)
-    for place, value in zip(places, values, strict=True):
+    for height, value in zip(heights, values, strict=True):
         side = "left" if value >= 1 else "right"
-        axis.text(value, place, f" {value:.2f} ", va="center", ha=side, fontsize=8)
-    axis.set_yticks(places, labels)
+        axis.text(value, height, f" {value:.2f} ", va="center", ha=side, fontsize=8)
+    axis.set_yticks(heights, labels)
     axis.tick_params(labelbottom=True)
     axis.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axis.spines[["top", "right"]].set_visible(False)
@@ -87,7 +87,7 @@ def _colour(row: dict) -> str:
 
 
 def _name(row: dict) -> str:
-    """What a bar is called; of rows of one name the fastest, which comes first, is drawn.
+    """The name of a bar; of rows of one name the fastest, which comes first, is drawn.
 
     Empty for a row that is in no bar.
     """

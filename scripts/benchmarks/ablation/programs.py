@@ -40,13 +40,13 @@ PAIR_BUDGETS = (24, 36, 48, 66)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run a model's batch.
+    """A program of a model's batch.
 
     Attributes:
       sizes: Rows of each sub-batch.
-      staggers: How many stages each runs ahead.
+      staggers: The number of stages that each runs ahead.
       tensor_sms: Budget of TENSOR stages in mixed slots; 0 for none.
-      memory_sms: Of MEMORY stages.
+      memory_sms: Budget of MEMORY stages; 0 for none.
       unroll: Blocks in one step of the loop.
       overlap: Whether the kernels are one CONCURRENT graph; else they run one after the other.
     """
@@ -60,13 +60,13 @@ class Variant:
 
     @property
     def sm_budgets(self) -> dict[str, int]:
-        """As a plan has them."""
+        """The SM budgets as a plan has them."""
         budgets = {"TENSOR": self.tensor_sms, "MEMORY": self.memory_sms}
         return {name: sms for name, sms in budgets.items() if sms}
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """The name in tables."""
         parts = ["+".join(map(str, self.sizes)), ",".join(map(str, self.staggers))]
         parts.append(f"{self.tensor_sms}+{self.memory_sms} SMs" if self.sm_budgets else "all SMs")
         parts += [f"unroll {self.unroll}"] if self.unroll > 1 else []
@@ -75,11 +75,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What one process compiles and times.
+    """The programs that one process compiles and times.
 
     Attributes:
       model: "bert", "conformer", or "pair" for the decode step's pair.
-      variants: Of the model; of the pair they are fixed.
+      variants: Programs of the model; those of the pair are fixed.
       traced: Whether a device trace is taken of each.
       tiny: Small sizes, to try the script without a GPU.
       deadline: Seconds since the epoch after which nothing more is compiled.
@@ -97,9 +97,9 @@ class Ready:
     """A compiled program.
 
     Attributes:
-      label: For tables.
+      label: The name in tables.
       call: Runs it on the group's inputs.
-      temporary_bytes: What it needs beside weights, inputs and outputs.
+      temporary_bytes: Memory that it needs beside weights, inputs and outputs.
       compile_s: Seconds of lowering and compiling.
       relative_rms: Its difference from the first program of the group.
       variant: None for what is no split of a model.

@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def groups(args: argparse.Namespace) -> list[Group]:
-    """What the processes compile, the longest first."""
+    """The groups that the processes compile, the longest first."""
     deadline = time.time() + args.ready_within
     found = []
     for model in args.models:
         batch = 6 if args.tiny else BATCHES[model]
-        # A trace costs seconds in each process: of two groups.
+        # A trace costs seconds in each process: only two groups have one.
         parts = [(variants, i < 2) for i, variants in enumerate(ablation(batch))]
         parts += [(variants, False) for variants in sweep(batch)] if args.sweep else []
         if args.tiny:  # analysed, and compiled unsplit, once
@@ -78,7 +78,7 @@ def groups(args: argparse.Namespace) -> list[Group]:
 
 
 def ablation(batch: int) -> list[list[Variant]]:
-    """What is switched on and off, in groups that share kernels."""
+    """The programs with each part switched on and off, in groups that share kernels."""
     halves, thirds = (batch // 2,) * 2, tuple((batch + i) // 3 for i in (2, 1, 0))
     unequal = (batch - batch // 3, batch // 3)
     return [
@@ -122,7 +122,7 @@ def sweep(batch: int) -> list[list[Variant]]:
 
 
 def one_unsplit(rows: list[dict]) -> list[dict]:
-    """Of each model's unsplit rows, one a process, the median one, with their range."""
+    """Keeps the median of each model's unsplit rows (one a process), with their range."""
     found = [row for row in rows if row.get("label") != "unsplit"]
     for model in dict.fromkeys(row["model"] for row in rows):
         same = [r for r in rows if (r["model"], r.get("label")) == (model, "unsplit")]
@@ -162,7 +162,7 @@ def table(document: dict) -> str:
 
 
 def provenance(args: argparse.Namespace) -> dict:
-    """Where and how it was measured."""
+    """The device, software and command of the measurement."""
     import jax
 
     from pbjax.runtime.provenance import provenance_here

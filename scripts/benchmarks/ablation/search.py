@@ -1,4 +1,4 @@
-"""What decay, saturation and a memory limit of the search do: evaluations, seconds, findings.
+"""The effect of the search's decay, saturation and memory limit: evaluations, seconds, findings.
 
 The tables are those of bench_search.py, drawn at random: no device is needed.
 """
@@ -16,7 +16,7 @@ from ..random_tables import SHAPES, program, table
 
 STAGES, BLOCKS, TABLES = 4, 12, 10
 BATCHES = (96, 4096)
-# Of the smaller batch every split is predicted, to know the best.
+# Every split of the smaller batch is predicted, to know the best.
 BEST_OF_ALL = "every split"
 WITHIN = "within a limit"
 
@@ -41,7 +41,7 @@ def _rows(batch: int) -> list[dict]:
     tables = [table(chance, summary, batch, SHAPES[i % len(SHAPES)]) for i in range(TABLES)]
     # Over it are the whole batch and sub-batches that may overlap; those in turns are not.
     limit = predicted_bytes(summary, (batch,), (0,)) * 8 // 10
-    specs = {
+    searches = {
         "all": SearchOptions(),
         "no decay": SearchOptions(decay=1e-9),
         "no saturation": SearchOptions(saturation_rounds=10**6),
@@ -49,7 +49,7 @@ def _rows(batch: int) -> list[dict]:
     }
     found = {
         name: [search(summary, each, batch, options) for each in tables]
-        for name, options in specs.items()
+        for name, options in searches.items()
     }
     if batch == min(BATCHES):
         every = [search(summary, each, batch, policy="exhaustive") for each in tables]
@@ -59,7 +59,7 @@ def _rows(batch: int) -> list[dict]:
 
 def _row(batch: int, name: str, found: dict, limit: int) -> dict:
     results = found[name]
-    # The best that any way found, table by table.
+    # The best that any of the searches found, table by table.
     best = [
         min(r.best.prediction.makespan_s for r in each)
         for each in zip(*found.values(), strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 MODULES = ("gemm", "norm", "corun", "attention", "decode_attention", "depthwise")
 
-# Of an H200, measured: a large bf16 product, and a large copy counting bytes read and written.
+# Measured on an H200: a large bf16 product, and a large copy counting bytes read and written.
 PEAK_FLOPS_PER_S = 790e12
 PEAK_BYTES_PER_S = 4.3e12
 
@@ -22,15 +22,15 @@ class Case:
 
     Attributes:
       kernel: Name of the module.
-      name: Of the case, unique in its kernel.
-      dtype: Of the inputs.
+      name: The name of the case, unique in its kernel.
+      dtype: The dtype of the inputs.
       make: Draws the inputs from a jax key.
       run: The kernel, given the inputs.
       reference: The truth in float32, given the inputs; the same tree of results as run.
       close: For each result, the arguments of `pallas_kernels.testing.tolerance` but dtype and
         magnitude.
-      opponents: What the kernel is timed against, by name; none: it is only checked.
-      flops: Of one run.
+      opponents: The functions that it is timed against, by name; none: it is only checked.
+      flops: FLOPs of one run.
       num_bytes: Least bytes that one run reads and writes.
       sustained: Whether to time calls back to back for a second too, with clock and energy.
     """

@@ -218,7 +218,7 @@ def make_inputs(row: Row, index: int) -> dict[str, jax.Array]:
 
 
 def kernels_of_variant(name: str, tiny: bool) -> Kernels:
-    """What a variant calls; without a GPU there is no cuDNN."""
+    """The kernels that a variant calls; without a GPU there is no cuDNN."""
     chosen = dataclasses.asdict(VARIANTS[name][0])
     return Kernels(**{k: "xla" if tiny and v == "cudnn" else v for k, v in chosen.items()})
 
@@ -245,7 +245,7 @@ def variant_weights(row: Row, name: str, parameters: list[Parameter], tiny: bool
 
 
 class _Builder:
-    """As much of a `Family` as `fill` asks for."""
+    """The part of a `Family` that `fill` needs."""
 
     def __init__(self, row: Row):
         self.row = row

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from .processes import PROVIDERS
-from .protocol import NUM_INPUTS, Program, Ready, attempt, finish
+from .protocol import NUM_INPUTS, Ready, attempt, finish
 from .rows import Row, get_row
-from .torch_models import DEVICE, make_inputs, make_model, move, synchronize
+from .torch_models import DEVICE, make_inputs, make_model, program_of, synchronize
 
 OUTPUT = "last_hidden_state"
 
@@ -76,18 +76,6 @@ def export(row: Row, dtype: torch.dtype, inputs: dict, folder: Path) -> Path:
     return path
 
 
-def program_of(call, inputs: list[dict]) -> Program:
-    """Returns what both scenarios time; call(inputs) returns the output tensor."""
-    host = [move(given, "cpu") for given in inputs]
-    return Program(
-        call=call,
-        inputs=inputs,
-        upload=lambda index: move(host[index], DEVICE),
-        wait=lambda result: synchronize(),
-        first_rows=lambda result: result[:2].float().cpu().numpy(),
-    )
-
-
 def session_maker(provider: str):
     """Returns make(path, output) -> call for a provider of ONNX Runtime.
 
@@ -113,8 +101,8 @@ def session_maker(provider: str):
 
         return call
 
-    def bind(place, name: str, tensor: torch.Tensor) -> None:
-        place(name, DEVICE, 0, _numpy_type(tensor), tuple(tensor.shape), tensor.data_ptr())
+    def bind(bind_one, name: str, tensor: torch.Tensor) -> None:
+        bind_one(name, DEVICE, 0, _numpy_type(tensor), tuple(tensor.shape), tensor.data_ptr())
 
     return make
 

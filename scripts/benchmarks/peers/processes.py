@@ -36,7 +36,7 @@ if {provider!r} not in has:
 
 
 class Absent:
-    """In the place of a Worker whose program is not installed."""
+    """Stands in for a Worker whose program is not installed."""
 
     def __init__(self, side: str, mode: str, reason: str):
         """Keeps the reason."""
@@ -60,10 +60,10 @@ class Worker:
         """Starts it.
 
         Args:
-          command: Of the process.
-          side: In its lines.
-          modes: That it reports; those it does not get to are reported as errors.
-          threads: Of Inductor's compilation and of the CPU's mathematics.
+          command: The command of the process.
+          side: The `side` of its lines.
+          modes: The modes that it reports; those it does not get to are reported as errors.
+          threads: Threads that Inductor compiles with.
         """
         paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {

@@ -1,4 +1,4 @@
-"""What the processes of bench_peers.py have in common: arguments, READY and DONE, both scenarios.
+"""The protocol of bench_peers.py's processes: arguments, READY and DONE, both scenarios.
 
 A process compiles, says READY, waits for a line, measures, prints a line of JSON for each of its
 modes, and at the end DONE. Every side gives `measure` a `Program` and is timed by the same loop.
@@ -124,9 +124,9 @@ def attempt(side: str, mode: str, deadline: float | None) -> Generator[None]:
     """Makes a mode ready in time; one that fails is reported, not hidden, and ends alone.
 
     Args:
-      side: In the line.
-      mode: In the line.
-      deadline: As in `start_deadline`.
+      side: The `side` of the line.
+      mode: The `mode` of the line.
+      deadline: The time.time() after which it fails; None for no limit.
     """
     try:
         start_deadline(deadline)
@@ -145,10 +145,10 @@ class Ready:
     """A mode that is compiled and waits for its turn.
 
     Attributes:
-      mode: As its line names it.
-      program: What is timed.
+      mode: Its name in its line.
+      program: The program that is timed.
       compile_s: Seconds that compiling took.
-      dtype: That it computes in.
+      dtype: The dtype that it computes in.
       more: Further entries of its line, found after it was timed.
     """
 
@@ -163,10 +163,10 @@ def finish(side: str, ready: Sequence[Ready], row: Row, args: argparse.Namespace
     """Waits for the turn, times one mode after the other and prints its line, or what it raised.
 
     Args:
-      side: In the lines, and in the names of the files of first outputs.
+      side: The `side` of the lines, and of the names of the files of first outputs.
       ready: The modes; those that failed before have been reported.
-      row: What they compute.
-      args: As `make_parser` names them.
+      row: The model and batch that they compute.
+      args: The options of `make_parser`.
     """
     wait_for_turn()
     for each in ready:
@@ -183,10 +183,10 @@ def measure(program: Program, row: Row, args: argparse.Namespace, path: Path) ->
     """Times a program by the scenario and saves its first output.
 
     Args:
-      program: What is timed.
-      row: What it computes.
-      args: As `add_scenario` names them.
-      path: Of the output, an .npy file.
+      program: The program that is timed.
+      row: The model and batch that it computes.
+      args: The options of `add_scenario`.
+      path: The .npy file of the output.
 
     Returns:
       What the table needs: seconds of a batch, spread, calls, and the server scenario's results.

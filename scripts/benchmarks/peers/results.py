@@ -1,4 +1,4 @@
-"""What the lines of bench_peers.py's processes amount to: rates, ratios, agreement, tables.
+"""Rates, ratios, agreement and tables from the lines of bench_peers.py's processes.
 
 Pure: numpy and plain data. A line is a dict; its `side` is "jax" for ours, anything else is a peer.
 """
@@ -24,8 +24,8 @@ def finish(row: Row, lines: list[dict], folder: Path) -> list[dict]:
     Args:
       row: The model and its batch.
       lines: With `side`, `mode`, and either `seconds` of a batch or `error`.
-      folder: Where the outputs are, and PyTorch's in f32; without that one, the first of ours is
-        what the others are compared with.
+      folder: The folder of the outputs, and of PyTorch's in f32; without that one, all are compared
+        with the first of ours.
 
     Returns:
       The same lines.
@@ -60,7 +60,7 @@ def difference(row: Row, path: Path, truth: Path) -> dict:
 
 
 def describe(row: Row, line: dict) -> str:
-    """What a line says, on the screen."""
+    """The line as text for the screen."""
     label = f"{row.title:12s} {line['side']:5s} {line['mode']:22s}"
     if "error" in line:
         return f"{label} DID NOT RUN {line['error']}"
@@ -94,7 +94,7 @@ def _describe_server(server: dict) -> str:
 
 
 def ratio(ours: dict | None, theirs: dict | None) -> float | None:
-    """How many times as many items per second ours makes; None if one of them did not run."""
+    """Our items per second over theirs; None if one of them did not run."""
     if ours is None or theirs is None or "seconds" not in ours or "seconds" not in theirs:
         return None
     return theirs["seconds"] / ours["seconds"]
@@ -118,7 +118,7 @@ def table(rows: dict[str, Row], lines: list[dict]) -> str:
 
     Args:
       rows: By name, in the order of the table.
-      lines: As `finish` returns them, of all rows.
+      lines: The lines of all rows, as `finish` returns them.
 
     Returns:
       Lines of text. A dash stands for a peer that did not run.
@@ -193,5 +193,5 @@ def kernel_table(kernels: list[dict]) -> str:
     return "\n".join([table_text("", head, body, left=LEFT)] * bool(body) + failed)
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

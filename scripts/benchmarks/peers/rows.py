@@ -18,12 +18,12 @@ class Row:
     """One model at one batch.
 
     Attributes:
-      name: Of the row, and of its model in both scripts.
-      title: For the table.
-      unit: What is counted: images or sequences.
+      name: The name of the row, and of its model on every side.
+      title: The name in tables.
+      unit: The unit that is counted: images or sequences.
       batch_size: Images or sequences of one call.
       length: Tokens or frames of a sequence; for images it follows from their size.
-      num_layers: As in the models' configurations, like all that follow.
+      num_layers: Layers; this and all that follow are named as in the models' configurations.
       embed_dim: See there.
       mlp_dim: See there.
       num_heads: See there.
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products and the attention of one call, embeddings and heads left out."""
+        """FLOPs of a call's matrix products and attention, without embeddings and heads."""
         dim, tokens = self.embed_dim, self.batch_size * self.length
         kv = dim * self.num_kv_heads // self.num_heads
         weights = 2 * dim * dim + 2 * dim * kv + 2 * dim * self.mlp_dim

@@ -130,7 +130,7 @@ def scenario_options(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def provenance(args: argparse.Namespace) -> dict:
-    """Where and how it was measured."""
+    """The device, software and command of the measurement."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version,power.limit"]
     return {
         "device_driver_power_limit": _output([*query, "--format=csv,noheader"]),

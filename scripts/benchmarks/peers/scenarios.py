@@ -53,7 +53,7 @@ class WallClock:
 
 
 class SimulatedClock:
-    """One that moves only when told."""
+    """A clock that moves only when told."""
 
     def __init__(self) -> None:
         """Starts at 0."""
@@ -70,10 +70,10 @@ class SimulatedClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a run of the server scenario saw.
+    """Latencies and batches of a run of the server scenario.
 
     Attributes:
-      latencies_s: Of every query, in order of arrival.
+      latencies_s: The latency of every query, in order of arrival.
       batch_sizes: Queries of every batch, in order.
     """
 
@@ -93,7 +93,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One run at one rate.
+    """A run at one rate.
 
     Attributes:
       rate_per_s: Mean queries per second.
@@ -111,7 +111,7 @@ def poisson_arrivals(rate_per_s: float, num_queries: int, seed: int) -> np.ndarr
 
     Args:
       rate_per_s: Mean queries per second.
-      num_queries: How many.
+      num_queries: The number of queries.
       seed: The same seed, rate and number give the same times.
 
     Returns:
@@ -133,7 +133,7 @@ def percentile(values: np.ndarray, fraction: float) -> float:
 
     Args:
       values: At least one.
-      fraction: In (0, 1].
+      fraction: The share, in (0, 1].
 
     Returns:
       One of the values: nearest rank, nothing interpolated.
@@ -155,13 +155,13 @@ def serve(
 ) -> Served:
     """Serves queries in order of arrival; a batch takes all that wait, up to its size.
 
-    A batch starts once the one before is done and a query is there: nothing waits for company.
+    A batch starts once the one before is done and a query is there: nothing waits for more queries.
 
     Args:
       arrivals_s: Times of arrival since the start, ascending.
       run_batch: run_batch(n) runs a batch of n queries and returns when their results are there.
       batch_size: The most queries of a batch.
-      clock: What the time is.
+      clock: Tells the time.
 
     Returns:
       Latencies and batches.
@@ -199,7 +199,7 @@ def simulated_rate(
       service_s: Seconds of a batch by its number of queries.
       batch_size: The most queries of a batch.
       latency_s: The limit.
-      seed: Of the arrivals, which are the same at every rate but for their scale.
+      seed: The seed of the arrivals, which are the same at every rate but for their scale.
 
     Returns:
       Found by bisection up to the rate of full batches, to a thousandth of that.
@@ -226,7 +226,7 @@ def verified_rate(
       probe: probe(rate, seed) serves queries at a rate.
       candidate_per_s: The first rate.
       latency_s: The limit of the tail.
-      seed: Of the first check; the others count on from it.
+      seed: The seed of the first check; the others count on from it.
 
     Returns:
       The rate, 0 if none held, and every run.

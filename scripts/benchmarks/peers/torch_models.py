@@ -46,21 +46,26 @@ def run(args: argparse.Namespace) -> None:
         for mode in args.modes:
             with attempt("torch", mode, args.deadline):
                 call, compile_s = warm(model, inputs, mode)
-                program = program_of(call, inputs)
+                program = program_of(hidden_state_of(call), inputs)
                 ready.append(Ready(mode=mode, program=program, compile_s=compile_s))
         finish("torch", ready, row, args)
 
 
 def program_of(call, inputs: list[dict]) -> Program:
-    """Returns what both scenarios time; call(**inputs) returns what Hugging Face's class does."""
+    """The program that both scenarios time; call(inputs) returns the last hidden state."""
     host = [move(given, "cpu") for given in inputs]
     return Program(
-        call=lambda given: call(**given),
+        call=call,
         inputs=inputs,
         upload=lambda index: move(host[index], DEVICE),
         wait=lambda result: synchronize(),
-        first_rows=lambda result: result.last_hidden_state[:2].float().cpu().numpy(),
+        first_rows=lambda result: result[:2].float().cpu().numpy(),
     )
+
+
+def hidden_state_of(model):
+    """A call with the inputs as one argument, which returns the last hidden state alone."""
+    return lambda given: model(**given).last_hidden_state
 
 
 def move(inputs: dict, device: str) -> dict:

@@ -41,8 +41,8 @@ def run(
     Args:
       case: Which one.
       cases: All that share the device's memory, this one included.
-      num_layers: Of the model.
-      command: That measures again.
+      num_layers: Layers of the model.
+      command: The command that measures again.
       tiny: Whether widths are small.
       wait: Called when this case has compiled; returns when it is its turn to measure.
 
@@ -74,7 +74,7 @@ def parsed(case: str) -> tuple[int, int, tuple[int, ...] | None]:
     """Batch size, context, and sizes of the sub-batches if they are given.
 
     Raises:
-      InputError: It is written in another way.
+      InputError: The text is not such a case.
     """
     name, _, sizes = case.partition(":")
     try:
@@ -104,8 +104,8 @@ def check_memory(cases: Sequence[str], model: models.LlamaModel, device: Device)
     caches of all layers: what two programs return is compared.
 
     Args:
-      cases: That share the memory.
-      model: Of shapes.
+      cases: The cases that share the memory.
+      model: The model, its weights shapes only.
       device: With its memory.
 
     Raises:
@@ -161,7 +161,7 @@ def example(
 
 
 def row_of(step: OptimizedStep, num_layers: int, batch_size: int, context: int) -> dict:
-    """What was found out, as JSON-compatible data."""
+    """The results as JSON-compatible data."""
     programs = {program.name: program for program in step.report().programs}
     seconds = {name: program.measured_s for name, program in programs.items()}
     return {

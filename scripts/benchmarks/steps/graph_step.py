@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     graphs = tuple(analysis.traced_at(size).graph for size in sizes)
     for budgets in args.budgets:
         products, reading = map(int, budgets.split("+"))
-        program = Chains(graphs, products, reading, args.in_turns)
+        program = InterleavedGraphs(graphs, products, reading, args.in_turns)
         step = PairStep(name=budgets, sizes=sizes, program=program, options=overlap_options())
         lowered.append(step.lower(analysis, layout, leaves))
     programs = [each.compile() for each in lowered]
@@ -79,7 +79,7 @@ def table(subject: str, rows: list[dict]) -> str:
 
 
 def logits(runner: Runner, program: StepProgram) -> Array:
-    """What a call returns beside the state."""
+    """The results of a call beside the state."""
     return jax.tree.leaves(runner.call(program, runner.start(program))[0])[0]
 
 
@@ -97,13 +97,13 @@ def timed(runner: Runner, program: StepProgram) -> dict:
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
-    """Both sub-batches' operations; a segment is what lies between two readings of a cache.
+class InterleavedGraphs:
+    """The operations of two sub-batches; between two readings of a cache lies a segment.
 
     Attributes:
-      graphs: Of the sub-batches.
+      graphs: The operations of each sub-batch.
       products_sms: SMs of the kernels of a segment.
-      reading_sms: SMs of what reads a cache.
+      reading_sms: SMs of the kernels that read a cache.
       in_turns: Whether a sub-batch waits for the other's segment and reading.
     """
 
@@ -114,9 +114,8 @@ class Chains:
 
     def __call__(self, weights, first, second) -> tuple[list[Array], list[Array]]:
         """The outputs of both."""
-        a, b = (
-            Chain(graph, weights, x) for graph, x in zip(self.graphs, (first, second), strict=True)
-        )
+        inputs = zip(self.graphs, (first, second), strict=True)
+        a, b = (SubBatchRun(graph, weights, given) for graph, given in inputs)
         last_read, multiplied = None, a.segment(None, None)
         while a.reads:
             for reader, other in ((a, b), (b, a)):
@@ -127,43 +126,43 @@ class Chains:
         return a.outputs(), b.outputs()
 
 
-class Chain:
-    """The values of one sub-batch on its way."""
+class SubBatchRun:
+    """One sub-batch's operations as they run, and the values so far."""
 
     def __init__(self, graph: Graph, weights, inputs):
         """Starts with the weights and the sub-batch's inputs."""
-        self._graph, self._place = graph, 0
+        self._graph, self._next = graph, 0
         self._values = dict(zip(graph.weights, weights, strict=True))
         self._values.update(zip(graph.inputs, inputs, strict=True))
 
     @property
     def reads(self) -> bool:
         """Whether a reading of a cache is next."""
-        return self._place < len(self._graph.operations)
+        return self._next < len(self._graph.operations)
 
     def read(self, sms: int, token: Array | None) -> Array:
         """Reads a cache; returns what it gives."""
-        operation = self._graph.operations[self._place]
-        self._place += 1
+        operation = self._graph.operations[self._next]
+        self._next += 1
         self._run(operation, sms, token)
         return self._values[operation.outputs[0]]
 
     def segment(self, sms: int | None, token: Array | None) -> Array | None:
         """Runs all up to the next reading; returns the last product."""
         product = None
-        for operation in self._graph.operations[self._place :]:
+        for operation in self._graph.operations[self._next :]:
             if role_of(operation) == Role.MEMORY:
                 break
             norm = operation.primitive == KERNEL and "norm" in operation.params["name"]
             self._run(operation, sms, token if norm else None)
             token = None if norm else token
-            self._place += 1
+            self._next += 1
             if role_of(operation) == Role.COMPUTE:
                 product = self._values[operation.outputs[0]]
         return product
 
     def outputs(self) -> list[Array]:
-        """What the step returns for this sub-batch."""
+        """The results of the step for this sub-batch."""
         return [self._value(atom) for atom in self._graph.outputs]
 
     def _run(self, operation: Operation, sms: int | None, token: Array | None) -> None:
@@ -184,9 +183,9 @@ def after(token: Array | None, operands: list[Array]) -> list[Array]:
 
     A CUDA graph's nodes wait for data alone: zero times a number of the token is added.
     """
-    place = next((i for i, x in enumerate(operands) if x.ndim == 1 and x.size > 1), None)
-    if token is None or place is None:
+    index = next((i for i, x in enumerate(operands) if x.ndim == 1 and x.size > 1), None)
+    if token is None or index is None:
         return operands
     zero = 0.0 * token.reshape(-1)[:1].astype(jnp.float32)
-    vector = operands[place] + zero.astype(operands[place].dtype)
-    return [*operands[:place], vector, *operands[place + 1 :]]
+    vector = operands[index] + zero.astype(operands[index].dtype)
+    return [*operands[:index], vector, *operands[index + 1 :]]

@@ -77,7 +77,7 @@ class Worker:
         return cls(case, process, end)
 
     def answer(self) -> tuple[dict, dict, str] | None:
-        """What the process says next; None that it has compiled.
+        """What the process says next; None means that it has compiled.
 
         Raises:
           SystemExit: It failed, or died.
