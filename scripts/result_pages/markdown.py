@@ -1,5 +1,6 @@
 """Markdown tables, numbers of few digits, and the conditions that a file was measured under."""
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,20 @@ Tables = Mapping[str, Any]  # name of a file without its ending -> its JSON
 
 def page(title: str, introduction: str, *sections: str) -> str:
     """A whole page: title, notice, introduction, sections."""
-    return "\n\n".join([f"# {title}", NOTICE, introduction, *(s for s in sections if s)]) + "\n"
+    parts = [f"# {title}", NOTICE, *map(_prose, introduction.split("\n\n"))]
+    return "\n\n".join([*parts, *(s for s in sections if s)]) + "\n"
 
 
 def section(title: str, *parts: str) -> str:
     """A heading and what stands under it."""
-    return "\n\n".join([f"## {title}", *(part for part in parts if part)])
+    return "\n\n".join([f"## {title}", *(_prose(part) for part in parts if part)])
+
+
+def _prose(text: str) -> str:
+    """A paragraph in lines of moderate length; tables, lists and figures as they are."""
+    if text.startswith(("|", "- ", "!", "```")):
+        return text
+    return "\n".join(textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
