@@ -1,7 +1,7 @@
 """Figures of rooflines, with matplotlib. Computes nothing new.
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart; what a colour says, a
-marker or a dash says too. Names stand in a legend beside the plot, so that none covers another.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish; a marker or dash
+repeats the meaning of each. Names stand in a legend beside the plot, so that none covers another.
 """
 
 import io

@@ -136,7 +136,7 @@ def match(
         raise Mismatch(what, anchors, pattern)
     operations = _between(reading, {o.value for o in operands}, outputs)
     if not set(anchors) <= set(operations):
-        raise Mismatch("what it is added to is itself", anchors, pattern)
+        raise Mismatch("it is added to itself", anchors, pattern)
     replaced = _following(reading, operations, anchors)
     inner = [v for i in sorted(replaced) for v in reading.graph.operations[i].outputs]
     for value in inner:

@@ -1,1 +1,1 @@
-"""A call as a flat graph of operations, what each costs, and which unit of the device bounds it."""
+"""A call as a flat graph of operations, with the cost of each and the resource that bounds it."""

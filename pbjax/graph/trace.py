@@ -1,11 +1,11 @@
-"""From a function to a flat graph of operations.
+"""Traces a function into a flat graph of operations.
 
 `trace` runs the function abstractly and inlines every nested call (jit, remat, custom
-derivatives), so that what remains is one list of operations in program order. Loops and branches
-(scan, while, cond) stay whole. Values are numbered: weights first, then inputs, then the results
-of the operations in order; a function traced at another batch size gives the same numbers, which
-is what lets one cutting of the graph serve sub-batches of every size. `cost` counts operations, and
-`batch_axes` finds the batch.
+derivatives), which leaves one list of operations in program order. Loops and branches (scan, while,
+cond) stay whole. Values are numbered: weights first, then inputs, then the results of the
+operations in order. A function traced at another batch size gives the same numbers, so that one
+cutting of the graph serves sub-batches of every size. `cost` counts operations, and `batch_axes`
+finds the batch.
 """
 
 import contextlib

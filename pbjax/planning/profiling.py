@@ -116,8 +116,8 @@ def fill_corun(
       profile: The known rows, those of every stage alone among them; its pairs are kept.
       pairs: The pairs of runs that need rows.
       timer: Called as timer(first, second); gives the seconds until both have ended.
-      progress: As in `fill`.
-      on_row: As in `fill`.
+      progress: See `fill`.
+      on_row: See `fill`.
 
     Returns:
       The profile with all rows.
@@ -171,9 +171,9 @@ def find_profile(
     """The file of a model's table for a device, if there is one.
 
     Args:
-      device_slug: As in `Device.slug`.
+      device_slug: Slug of the device, as in `Device`.
       model_name: Name of the file without its ending.
-      folders: Where to look, in order: the repository, then the installed package.
+      folders: The folders to search, in order: the repository, then the installed package.
 
     Returns:
       The path of the first file found, or None.

@@ -154,7 +154,7 @@ def best_staggers(
       summary: The program.
       profile: Its measured table.
       split: The sizes.
-      options: As in `search`; without fixed staggers.
+      options: Limits and settings without fixed staggers; None for the defaults.
 
     Returns:
       The candidate with the shortest predicted makespan.

@@ -115,7 +115,7 @@ class Evaluator:
 
         Args:
           split: Sizes of the sub-batches.
-          staggers: For each sub-batch, how many stages it runs ahead.
+          staggers: How many stages each sub-batch runs ahead.
 
         Returns:
           Makespan, throughput, busy seconds, balance and bubbles.

@@ -1,4 +1,4 @@
-"""Which stage of which sub-batch runs in which slot.
+"""The timetable of a staggered program: the stages and sub-batches of every slot.
 
 Sub-batch j runs o_j stages ahead (its stagger). With S stages in a block, step i of the steady
 state runs, in slot s and for sub-batch j,
@@ -101,7 +101,7 @@ def timetable(summary: ProgramSummary, staggers: tuple[int, ...]) -> Timetable:
 
     Args:
       summary: The program.
-      staggers: For each sub-batch, how many stages of the block it runs ahead.
+      staggers: How many stages of the block each sub-batch runs ahead.
 
     Returns:
       A timetable in which every sub-batch runs every stage of every block once and in order.

@@ -1,1 +1,1 @@
-"""What bounds a model: FLOPs, bytes and seconds of every stage, predicted and measured."""
+"""The roofline of a model: FLOPs, bytes and seconds of every stage, predicted and measured."""

@@ -89,9 +89,9 @@ class WeightLayout:
     def of(program: Program) -> "WeightLayout":
         """The layout for a program; every weight that it reads appears once."""
         weights = program.graph.weights
-        apart = [link for link in program.block.per_block if isinstance(link, Apart)]
+        apart = [x for x in program.block.per_block if isinstance(x, Apart)]
         stacked = tuple(
-            link for link in apart if all(isinstance(a, int) and a in weights for a in link.outer)
+            x for x in apart if all(isinstance(a, int) and a in weights for a in x.outer)
         )
         elsewhere = _read_outside(program, stacked)
         return WeightLayout(loose=tuple(w for w in weights if w in elsewhere), stacked=stacked)
@@ -102,19 +102,19 @@ class WeightLayout:
         Args:
           leaves: The weights by their numbers: leaves of the params, then captured arrays.
         """
-        layers = ([a for a in link.outer if isinstance(a, int)] for link in self.stacked)
+        layers = ([a for a in x.outer if isinstance(a, int)] for x in self.stacked)
         stacked = (jnp.stack([leaves[i] for i in numbers]) for numbers in layers)
         return (*(leaves[i] for i in self.loose), *stacked)
 
 
 def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
-    """Values of the graph that are used in any way but as a stacked weight."""
+    """Values of the graph that are read in another role than that of a stacked weight."""
     block = program.block
-    atoms: list[Atom] = [*program.graph.outputs, *(link.outer for link in block.shared)]
+    atoms: list[Atom] = [*program.graph.outputs, *(const.outer for const in block.shared)]
     atoms += [carry.initial for carry in block.carries]
-    for link in block.per_block:
-        if link not in stacked:
-            atoms += link.outer if isinstance(link, Apart) else [link.outer]
+    for x in block.per_block:
+        if x not in stacked:
+            atoms += x.outer if isinstance(x, Apart) else [x.outer]
     for stage in (program.prologue, program.epilogue):
         atoms += stage.reads if stage else ()
     return {atom for atom in atoms if isinstance(atom, int)}
@@ -142,7 +142,7 @@ class SubBatchState:
         self.outer = dict(outer)
         self.live: dict[int, Array] = {}
         self.collected: list[list[Array]] = [[] for _ in program.block.collected]
-        self._shared = {link.inner: link.outer for link in program.block.shared}
+        self._shared = {const.inner: const.outer for const in program.block.shared}
         self._per_block = dict(per_block)
         self._runner = runner
         if program.prologue is None:
@@ -183,12 +183,12 @@ class SubBatchState:
         """Hands the block's results to the graph around it, after all repetitions have run."""
         for carry in self.program.block.carries:
             self.outer[carry.final] = self.live[carry.inner]
-        for link, pieces in zip(self.program.block.collected, self.collected, strict=True):
+        for y, pieces in zip(self.program.block.collected, self.collected, strict=True):
             joined = lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
-            if isinstance(link.outer, int):
-                self.outer[link.outer] = joined
+            if isinstance(y.outer, int):
+                self.outer[y.outer] = joined
             else:
-                self.outer.update({value: joined[i] for i, value in enumerate(link.outer)})
+                self.outer.update({value: joined[i] for i, value in enumerate(y.outer)})
 
     def outputs(self) -> list[Array]:
         """The program's outputs for this sub-batch."""
@@ -196,15 +196,15 @@ class SubBatchState:
 
     def _enter_block(self) -> None:
         block = self.program.block
-        for link in block.per_block:
-            if link.inner not in self._per_block:
-                self._per_block[link.inner] = self._stack(link)
+        for x in block.per_block:
+            if x.inner not in self._per_block:
+                self._per_block[x.inner] = self._stack(x)
         self.live = {carry.inner: self._atom(carry.initial) for carry in block.carries}
 
-    def _stack(self, link: Stacked | Apart) -> Array:
-        if isinstance(link, Stacked):
-            return self._atom(link.outer)
-        return jnp.stack([self._atom(atom) for atom in link.outer])
+    def _stack(self, x: Stacked | Apart) -> Array:
+        if isinstance(x, Stacked):
+            return self._atom(x.outer)
+        return jnp.stack([self._atom(atom) for atom in x.outer])
 
     def _run_end(self, stage: Stage | None) -> None:
         if stage is None:
@@ -216,17 +216,17 @@ class SubBatchState:
         stage = self.program.stages[index]
         args = [self._inner(value, block) for value in stage.reads]
         self.live.update(zip(stage.writes, self._runner(stage, args), strict=True))
-        for link, pieces in zip(self.program.block.collected, self.collected, strict=True):
-            if self._collected_at(link) == index:
-                pieces.append(jnp.expand_dims(self._inner(link.inner, block), 0))
+        for y, pieces in zip(self.program.block.collected, self.collected, strict=True):
+            if self._collected_at(y) == index:
+                pieces.append(jnp.expand_dims(self._inner(y.inner, block), 0))
         if index == len(self.program.stages) - 1:
             carries = self.program.block.carries
             self.live = {carry.inner: self._inner(carry.result, block) for carry in carries}
 
-    def _collected_at(self, link: Collected) -> int:
+    def _collected_at(self, y: Collected) -> int:
         """The stage that writes a collected value; the first for values that stages only read."""
         for index, stage in enumerate(self.program.stages):
-            if link.inner in stage.writes:
+            if y.inner in stage.writes:
                 return index
         return 0
 
@@ -294,7 +294,7 @@ class SplitProgram:
     ) -> tuple[dict[int, Array], dict[int, Array]]:
         loose = dict(zip(self.layout.loose, weights, strict=False))
         stacked = weights[len(self.layout.loose) :]
-        inner = (link.inner for link in self.layout.stacked)
+        inner = (x.inner for x in self.layout.stacked)
         outer = loose | dict(zip(program.graph.inputs, inputs, strict=True))
         return outer, dict(zip(inner, stacked, strict=True))
 

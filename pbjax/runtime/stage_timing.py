@@ -229,9 +229,9 @@ class StageTimer:
         for number, x, axis in zip(program.graph.inputs, self._inputs, self._in_axes, strict=True):
             outer[number] = x if axis is None else lax.slice_in_dim(x, 0, size, axis=axis)
         first_block = {
-            link.inner: self._weights[link.outer[0]]
-            for link in layout.stacked
-            if isinstance(link.outer[0], int)
+            x.inner: self._weights[x.outer[0]]
+            for x in layout.stacked
+            if isinstance(x.outer[0], int)
         }
         return outer, first_block
 
