@@ -11,7 +11,7 @@ from pbjax.device import ResourceClass
 from pbjax.errors import InputError
 from pbjax.planning.profiling import Profile, ProgramSummary
 from pbjax.planning.throughput import Evaluator, evaluate
-from pbjax.planning.timetable import Split, timetable
+from pbjax.planning.timetable import Split, Task, timetable
 from tests.search_tables import PROVENANCE, corun, row, stage
 from tests.throughput_truth import lower_bound, pair_saving
 
@@ -345,6 +345,54 @@ def test_stagger_of_a_whole_block_is_refused():
     profile = Profile(provenance=PROVENANCE, rows=ROWS)
     with pytest.raises(InputError, match=r"staggers from 0 to 1"):
         evaluate(SUMMARY, profile, Split(sizes=(4,)), (2,))
+
+
+def test_sub_batches_within_budgets_are_covered_where_every_stage_was_measured():
+    rows = [row(A, b, 1.0, 92) for b in (4, 20)] + [row(B, b, 1.0, 40) for b in (6, 16)]
+    profile = Profile(provenance=PROVENANCE, rows=(*ROWS, *rows))
+    evaluator = Evaluator(SUMMARY, profile, {"TENSOR": 92, "MEMORY": 40})
+    covered = {sizes: evaluator.covers(sizes) for sizes in ((6, 16), (16, 6), (5, 8), (8, 17))}
+    assert covered == {(6, 16): True, (16, 6): True, (5, 8): False, (8, 17): False}
+    assert Evaluator(SUMMARY, profile).covers((1, 8))
+    assert not Evaluator(SUMMARY, profile).covers((1, 9))
+
+
+@pytest.mark.parametrize(("first", "smallest"), [(2, 1), (3, 3), (5, 5)])
+def test_smallest_sub_batch_is_the_smallest_that_every_stage_was_measured_at(first, smallest):
+    rows = (row(A, 2, 1.0), row(A, 8, 4.0), row(B, first, 1.0), row(B, 8, 4.0))
+    assert Evaluator(SUMMARY, Profile(provenance=PROVENANCE, rows=rows)).smallest_size == smallest
+
+
+def test_seconds_bend_at_measured_sizes_and_where_the_nearest_pair_changes():
+    pairs = (corun(A, B, (2, 2), (1.0, 1.0)), corun(A, B, (8, 32), (1.0, 1.0)))
+    rows = (*ROWS, row(A, 3, 1.5), row(A, 6, 1.0, 92))
+    profile = Profile(provenance=PROVENANCE, rows=rows, corun=pairs)
+    # sqrt(2 * 8) = 4 and sqrt(8 * 32) = 16: from the next size on the other pair is nearer.
+    assert Evaluator(SUMMARY, profile).kinks == (2, 3, 4, 5, 8, 16, 17)
+    assert Evaluator(SUMMARY, profile, {"TENSOR": 92}).kinks == (2, 3, 6, 8)
+    assert Evaluator(SUMMARY, Profile(provenance=PROVENANCE, rows=ROWS)).kinks == (2, 8)
+
+
+def test_nothing_is_saved_without_a_pair_and_something_with_one():
+    profile = Profile(provenance=PROVENANCE, rows=ROWS)
+    pair = corun(A, B, (4, 4), (1.25, 1.25))
+    assert Evaluator(SUMMARY, profile).saves_nothing
+    assert not Evaluator(SUMMARY, replace(profile, corun=(pair,))).saves_nothing
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seconds"),
+    [
+        # 8 s alone; the first two save 0.5, the first and the third 2.
+        ([corun(A, B, (4, 4), (1.75, 1.75)), corun(A, B, (4, 8), (1.75, 1.0))], 8 - 0.5 - 2),
+        # Every pair saves 2, but the third takes 4.
+        ([corun(a, B, (4, b), (1.0, 1.0)) for a, b in ((A, 4), (A, 8), (B, 8))], 4.0),
+    ],
+)
+def test_three_in_a_slot_save_as_pairs_but_take_as_long_as_the_longest(pairs, seconds):
+    evaluator = Evaluator(SUMMARY, Profile(provenance=PROVENANCE, rows=ROWS, corun=tuple(pairs)))
+    slot = tuple(Task(sub_batch=i, stage=stage, block=0) for i, stage in enumerate((0, 1, 1)))
+    assert evaluator.slot_seconds((4, 4, 8), slot) == pytest.approx(seconds)
 
 
 def test_lower_bound_is_reached_where_nothing_overlaps_and_rows_cost_the_same():

@@ -55,7 +55,7 @@ def path(summary):
 
 
 @given(programs())
-def test_every_sub_batch_runs_its_whole_chain_in_order(program):
+def test_every_sub_batch_runs_its_whole_path_in_order(program):
     summary, staggers = build(program)
     slots = list(timetable(summary, staggers).slots())
     for j in range(len(staggers)):
@@ -135,6 +135,7 @@ def test_foreign_sizes_are_refused(sizes):
 
 def test_split_adds_up_to_the_batch():
     assert Split(sizes=(48, 32, 16)).batch_size == 96
+    assert (Split(sizes=(1, 1, 1)).batch_size, Split(sizes=(1,)).batch_size) == (3, 1)
 
 
 def test_program_without_stages_is_refused():
