@@ -31,8 +31,7 @@ def main() -> None:
     parser.add_argument("--search", type=new_file, help="add the search's ablation to this file")
     parser.add_argument("--commit", default="", help="of the code that runs, for the record")
     parser.add_argument("--out", type=new_file, help="JSON file to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.8, help="standard deviation of the log")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch-tokens", type=int, default=16384)
-    options = parser.parse_args()
-    run(options)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

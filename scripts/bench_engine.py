@@ -14,8 +14,7 @@ def main() -> None:
     """Reads the options, and starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="runs of each measurement")
-    repeats = parser.parse_args().repeats
-    run(repeats)
+    run(parser.parse_args().repeats)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of LLaMA3-8B, which has 32")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     parser.add_argument("--out", type=new_file, help="JSON file to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

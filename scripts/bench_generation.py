@@ -21,8 +21,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    run(options)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ def main() -> None:
     parser.add_argument("--in-turns", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tiny", action="store_true", help="small widths, to try the script")
     parser.add_argument("--out", type=new_file, help="JSON file to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

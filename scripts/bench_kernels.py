@@ -27,8 +27,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
     parser.add_argument("--out", type=new_file)
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

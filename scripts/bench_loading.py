@@ -19,8 +19,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=18, help="134 MB of bfloat16 each")
     parser.add_argument("--shard-mb", type=int, default=600, help="the most in one file")
     parser.add_argument("--measure", nargs=2, metavar=("FOLDER", "DTYPE"), help="not for you")
-    options = parser.parse_args()
-    run(options)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=384)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--out", type=new_file, help="text file to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

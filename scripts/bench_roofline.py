@@ -22,8 +22,7 @@ def main() -> None:
     parser.add_argument("--no-ceilings", action="store_true", help="measure stages alone")
     parser.add_argument("--only", nargs="*", help="models, or pairs like 'llama3-8b decode'")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

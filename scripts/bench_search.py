@@ -20,8 +20,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=20, help="how many random tables")
     parser.add_argument("--budgets", type=int, default=2, help="choices of SM budgets in a table")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tables")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--unroll", type=int, help="blocks in one step of the loop; several tried")
     parser.add_argument("--kernels", action="store_true", help="call pallas_kernels where they can")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ def main() -> None:
         "--tiny", action="store_true", help=f"small widths, and {' '.join(TINY_CASES)}: a try"
     )
     parser.add_argument("--out", type=new_file, help="JSON file to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ def main() -> None:
     """Reads the options, and starts."""
     parser = argparse.ArgumentParser(description="Write the PyTorch files of the tests.")
     parser.add_argument("target", type=Path, help="the folder, usually tests/data/torch")
-    target = parser.parse_args().target
-    write(target)
+    write(parser.parse_args().target)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True, help="what bench_roofline.py wrote")
     parser.add_argument("--out", type=new_file, required=True, help="JSON to write")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

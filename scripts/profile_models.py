@@ -23,8 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=new_folder, required=True, help="folder of the tables")
     parser.add_argument("--programs", type=new_file, help="JSON of predicted and measured seconds")
     parser.add_argument("--ready-within", type=float, default=200, help="seconds for compiling")
-    args = parser.parse_args()
-    run(args)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from flax import nnx
 
 import models
 import pbjax
+from pbjax.progress import ProgressPrinter
 from pbjax.runtime.provenance import provenance_here
 
 
@@ -22,15 +23,11 @@ def run(args: argparse.Namespace) -> None:
     model = models.BertModel(config, dtype="bfloat16", rngs=nnx.Rngs(0))
     drawn = np.random.default_rng(0).integers(0, config.vocab_size, (args.batch, args.seq))
     ids = jnp.asarray(drawn, jnp.int32)
-    fast = pbjax.optimize(model, ids, jnp.ones_like(ids), progress=progress)
+    with ProgressPrinter() as progress:
+        fast = pbjax.optimize(model, ids, jnp.ones_like(ids), progress=progress)
     kind = jax.devices()[0].device_kind
     provenance = provenance_here(kind, " ".join(["python", *sys.argv]))
     text = f"{provenance}\n\n{fast.report()}\n"
     print(text)
     if args.out:
         args.out.write_text(text)
-
-
-def progress(phase: str, done: int, total: int, item: str) -> None:
-    """Prints what is being done."""
-    print(f"  {phase} {done}/{total} {item}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[2]  # Where a process finds this package.
+SCRIPTS = Path(__file__).resolve().parents[2]  # Where a process finds this package.
 PROVIDERS = {
     "onnxruntime-cpu": "CPUExecutionProvider",
     "onnxruntime-cuda": "CUDAExecutionProvider",
