@@ -1,5 +1,7 @@
 """The measured table: look-up, refusals, merging."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +132,13 @@ def test_newer_pair_wins_in_either_order_of_its_stages():
     old = profile(corun=[corun((A, B), (2, 8), (1.1, 1.2))])
     new = profile(corun=[corun((B, A), (8, 2), (1.5, 1.4))], date="2025-06-01")
     assert old.merge(new).corun == new.corun
+
+
+@pytest.mark.parametrize("date", ["2024-01-01", "2026-01-01"])
+def test_rows_of_a_burst_give_way_to_those_of_a_long_run(date):
+    burst = replace(profile(row(A, 2), date=date), clock="burst")
+    long_run = profile(row(A, 4), date="2025-01-01")
+    assert burst.merge(long_run) == long_run.merge(burst) == long_run
 
 
 def test_tables_of_two_devices_do_not_merge():
