@@ -12,6 +12,7 @@ MINILM = $(shell $(BIN)/python -c "import importlib.util as u; print(u.find_spec
 
 demo: $(VENV)/installed
 	$(BIN)/pbjax optimize $(MINILM) --texts scripts/sentences.txt --batch 96 --seq 64 --exhaustive
+	$(BIN)/pbjax embed $(MINILM) --texts scripts/sentences.txt --similar 3
 
 test: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2

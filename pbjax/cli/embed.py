@@ -1,6 +1,7 @@
 """The command `pbjax embed`: texts as vectors."""
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,10 @@ def embed(
     text: Annotated[
         list[str] | None, typer.Option(help="A text to embed; may be repeated.")
     ] = None,
+    similar: Annotated[
+        int | None,
+        typer.Option(min=1, help="Print this many of the most similar pairs, and no vectors."),
+    ] = None,
     dtype: StoredDtype = None,
     as_json: Json = False,
 ) -> None:
@@ -41,13 +46,29 @@ def embed(
     tokenizer = import_module("models").load_tokenizer(model)
     encoder = load(model, dtype)
     vectors = _embed(encoder, tokenizer, sentences)
-    if as_json:
+    if similar is not None:
+        _print_similar(sentences, vectors, similar, as_json=as_json)
+    elif as_json:
         rows = zip(sentences, vectors.tolist(), strict=True)
         print(json.dumps({"embeddings": [{"text": t, "vector": vector} for t, vector in rows]}))
+    else:
+        for sentence, vector in zip(sentences, vectors, strict=True):
+            numbers = " ".join(f"{value:7.4f}" for value in vector[:SHOWN])
+            print(f"{numbers} ... ({len(vector)})  {sentence}")
+
+
+def _print_similar(
+    sentences: list[str], vectors: "np.ndarray", count: int, *, as_json: bool
+) -> None:
+    from pbjax.inference.texts import most_similar
+
+    pairs = most_similar(sentences, vectors, count)
+    if as_json:
+        print(json.dumps({"similar": [asdict(pair) for pair in pairs]}))
         return
-    for sentence, vector in zip(sentences, vectors, strict=True):
-        numbers = " ".join(f"{value:7.4f}" for value in vector[:SHOWN])
-        print(f"{numbers} ... ({len(vector)})  {sentence}")
+    print(f"the {len(pairs)} most similar pairs of {len(sentences)} texts, by cosine:")
+    for pair in pairs:
+        print(f"  {pair.cosine:.3f}  {pair.first}\n         {pair.second}")
 
 
 def _embed(encoder, tokenizer: "tokenizers.Tokenizer", texts: list[str]) -> "np.ndarray":

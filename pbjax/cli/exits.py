@@ -43,8 +43,9 @@ def interrupted_with(kept: str) -> Generator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(*filter(None, [kept])) from None
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (kept,) if kept else ()
+        raise
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -1,27 +1,22 @@
-"""The command `pbjax optimize`: plans, measures and reports, and embeds what it was given."""
+"""The command `pbjax optimize`: plans, compiles, checks and measures a model, and reports.
+
+What arguments decide is refused first, then what files and configurations decide; only then are
+weights read, and the work begins.
+"""
 
 import json
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pbjax.cli.exits import interrupted_with
-from pbjax.cli.model_folder import ENCODERS, MB, encodes_text, find_folder
-from pbjax.cli.options import (
-    Figures,
-    Html,
-    Json,
-    StoredDtype,
-    path_argument,
-    path_option,
-    this_device,
-)
-from pbjax.cli.outputs import check_outputs, write_outputs
+from pbjax.cli.options import Figures, Html, Json, path_option, this_device, to_source
+from pbjax.cli.outputs import Outputs
 from pbjax.errors import InputError
 from pbjax.files import check_writable
 from pbjax.planning.plan import Plan
@@ -29,23 +24,100 @@ from pbjax.planning.profiling import Profile
 from pbjax.planning.timetable import Split
 
 if TYPE_CHECKING:
+    from pbjax.cli.example_inputs import Asked, Examples
+    from pbjax.cli.source import Source
     from pbjax.graph.functional import Model
     from pbjax.tuning.batch_size import BatchChoice
+    from pbjax.tuning.report import Report
 
 AUTO = "auto"
 
+type _Progress = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What is to be done with a model, checked as far as the arguments decide it.
+
+    Attributes:
+      rows: Rows of the batch; None where the inputs or --batch auto decide.
+      auto: Whether the batch is chosen.
+      latency_ms: The longest that a batch may take, where it is chosen.
+      sizes: Sizes of sub-batches that are given.
+      plan: A plan that is given.
+      profile: The measured table.
+      fuse: What to replace by kernels.
+      exhaustive: Whether every split is predicted.
+      outputs: What is written.
+    """
+
+    rows: int | None
+    auto: bool
+    latency_ms: float | None
+    sizes: tuple[int, ...] | None
+    plan: Plan | None
+    profile: Path | None
+    fuse: str
+    exhaustive: bool
+    outputs: Outputs
+
 
 def optimize(
-    model: Annotated[Path, path_argument(help="A Hugging Face folder, or one of pbjax convert.")],
-    texts: Annotated[Path, path_option(help="Sentences to embed, one a line.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of Hugging Face or of pbjax convert; a preset such as bert-base, with"
+            " random weights; or module:function, which returns a model or (model, inputs).",
+            parser=to_source,
+        ),
+    ],
+    texts: Annotated[
+        Path | None, path_option(help="Inputs of a text model: texts, one a line.")
+    ] = None,
+    ids: Annotated[
+        Path | None,
+        path_option(help="Inputs of a text model: rows of token ids, as JSON lists or .npy."),
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        path_option(help="Inputs of a ViT: an image, or a folder of images; may be repeated."),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        path_option(help="Inputs of a speech model: a WAV file, or a folder; may be repeated."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An input of random values, such as 96x128xint32, the batch first; may be"
+            " repeated. Without any of these, inputs are random and of the model's kind."
+        ),
+    ] = None,
     batch: Annotated[
-        str, typer.Option(help="Sentences in a batch, or auto: the smallest that is as fast.")
-    ] = "96",
+        str | None,
+        typer.Option(
+            help="Rows of the batch, or auto: the smallest that is as fast as any; all rows of the"
+            " inputs if absent."
+        ),
+    ] = None,
     latency_ms: Annotated[
         float | None, typer.Option(help="The longest that a batch may take, for --batch auto.")
     ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per sentence, padded.")] = 64,
-    dtype: StoredDtype = None,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a text, cut and padded to it (64 if absent); tokens, samples or frames"
+            " of a row of random inputs.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of weights and activations; if absent the stored one, or bfloat16 for a"
+            " preset."
+        ),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(help="Sizes to run instead of searching, such as 48,32,16.")
     ] = None,
@@ -59,7 +131,7 @@ def optimize(
         typer.Option(help="What to replace by kernels: auto, all, none or names; all,-gemm.2."),
     ] = "auto",
     exhaustive: Annotated[
-        bool, typer.Option(help="Also predict every split, to check the search.")
+        bool, typer.Option("--exhaustive", help="Also predict every split, to check the search.")
     ] = False,
     trace: Annotated[
         Path | None, path_option(help="Also write the timetable as a trace that Perfetto opens.")
@@ -68,85 +140,61 @@ def optimize(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Optimise a text encoder for a batch of sentences, and embed them."""
-    from pbjax.progress import ProgressPrinter
+    """Plan, compile, check and measure a model for a batch; say what was decided, and why."""
+    from pbjax.cli.example_inputs import asked_inputs
 
+    asked = asked_inputs(
+        texts=texts, images=images or (), audio=audio or (), ids=ids, shapes=shape or (), seq=seq
+    )
+    rows = read_batch(batch, latency_ms)
+    sizes, given = _sizes(split, rows), _given_plan(plan, split=split, batch=batch, rows=rows)
+    wanted = _Wanted(
+        rows=rows or (given.batch_size if given else None if sizes is None else sum(sizes)),
+        auto=batch == AUTO,
+        latency_ms=latency_ms,
+        sizes=sizes,
+        plan=given,
+        profile=profile,
+        fuse=fuse,
+        exhaustive=exhaustive,
+        outputs=Outputs(plan=save_plan, trace=trace, figures=figures, html=html),
+    )
+    _check(wanted)
+    this_device("pbjax optimize")
     kept = "what --profile has measured is kept" if profile else ""
-    with interrupted_with(kept), ProgressPrinter() as progress:
-        rows = read_batch(batch, latency_ms)
-        sizes = _sizes(split, rows)
-        check_outputs(plan, trace=trace, figures=figures, html=html)
-        check_writable("--save-plan", save_plan)
-        decided = None if plan is None else Plan.load(plan)
-        if profile is not None and profile.exists():
-            Profile.load(profile)  # A corrupt one is refused before the model is loaded.
-        elif profile is not None:
-            check_writable("--profile", profile)
-        say = (lambda text: None) if as_json else print
-        models = import_module("models")
-        from pbjax.inference import texts as text
-        from pbjax.pipeline import optimize as run
-        from pbjax.planning.search import search
-        from pbjax.tuning.optimized import Optimized
-
-        this_device("pbjax optimize")  # What cannot be planned for is refused before it loads.
-        sentences = text.read_sentences(texts, rows)
-        shape = find_folder(model, "optimize", encodes_text, ENCODERS)
-        _check_length(seq, shape.config.max_seq_len)
-        tokenizer = models.load_tokenizer(model)
-        start = time.perf_counter()
-        encoder = models.load(
-            model,
-            dtype,
-            verify=True,
-            report=say,
-            progress=lambda done, total: progress("load", done // MB, total // MB, "MB"),
-        )
-        load_s = time.perf_counter() - start
-        say(f"weights loaded and checked in {load_s:.1f} s")
-        encoded = text.encode(tokenizer, sentences, seq)
-        inputs = (encoded.input_ids, encoded.attention_mask)
-        choice = None
-        if rows is None:
-            choice = choose_rows(encoder, inputs, latency_ms, len(sentences), progress)
-            say(f"\n{choice}")
-            rows = choice.batch_size
-            sentences, inputs = sentences[:rows], tuple(x[:rows] for x in inputs)
-        options = {"split": sizes, "profile": profile, "plan": decided, "fuse": fuse}
-        fast = run(encoder, *inputs, **options, progress=progress)
-        if not isinstance(fast, Optimized):
-            raise AssertionError("only a call with state= gives a step")
-        report = fast.report()
-        say(f"\n{report}")
-        if exhaustive and report.profile is not None:
-            progress("exhaustive search", 0, 1, "")
-            found = search(report.summary, report.profile, rows, policy="exhaustive")
-            say(_exhaustive_line(report.search, found))
-        if save_plan is not None:
-            fast.plan.save(save_plan)
-        written = write_outputs(fast, inputs, trace=trace, figures=figures, html=html)
-        if written:
-            print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
-        hidden = _numpy(fast(*inputs))
-        embeddings = text.sentence_embeddings(hidden, inputs[1])
-        pairs = text.most_similar(sentences, embeddings, 3)
-        say(f"\nthe three most similar of {rows} sentences:")
-        for pair in pairs:
-            say(f"  {pair.cosine:.3f}  {pair.first}\n         {pair.second}")
-        if as_json:
-            found = [{"cosine": p.cosine, "first": p.first, "second": p.second} for p in pairs]
-            chosen = {} if choice is None else {"batch_choice": choice.to_dict()}
-            document = {**report.to_dict(), **chosen, "load_weights_s": load_s, "similar": found}
-            print(json.dumps(document))
-        elif save_plan is not None:
-            print(f"plan written to {save_plan}")
+    with interrupted_with(kept):
+        _optimize(model, dtype, asked, wanted, as_json=as_json)
 
 
-def _check_length(seq: int, longest: int) -> None:
-    if seq > longest:
+def read_batch(text: str | None, latency_ms: float | None) -> int | None:
+    """The number of rows that `--batch` names; None for "auto" and where it is absent.
+
+    Raises:
+      InputError: It is neither, the limit is no time, or there is one for a batch that is given.
+    """
+    if latency_ms is not None and not latency_ms > 0:
         raise InputError(
-            f"--seq {seq}: the model has {longest} positions; 1 to {longest} are allowed; lower it"
+            f"--latency-ms {latency_ms:g}: not a time; milliseconds above 0 are allowed; give the "
+            "longest that a batch may take, or leave it out"
         )
+    if text == AUTO:
+        return None
+    if text is not None and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise InputError(
+            f"--batch {text}: not a number of rows; 1 or more, or auto, is allowed; write for "
+            "instance --batch 96"
+        )
+    if latency_ms is not None and text is not None:
+        raise InputError(
+            f"--latency-ms {latency_ms:g} --batch {text}: the batch is given already; a limit goes "
+            "with --batch auto; leave out one of them"
+        )
+    if latency_ms is not None:
+        raise InputError(
+            f"--latency-ms {latency_ms:g}: no batch is chosen; a limit goes with --batch auto; add "
+            "--batch auto, or leave out the limit"
+        )
+    return None if text is None else int(text)
 
 
 def _sizes(split: str | None, rows: int | None) -> tuple[int, ...] | None:
@@ -160,87 +208,183 @@ def _sizes(split: str | None, rows: int | None) -> tuple[int, ...] | None:
             f"--split {split}: not numbers; one to three sizes joined by commas are allowed; "
             "write for instance --split 48,32,16"
         ) from error
-    if rows is not None and Split(sizes=sizes).batch_size != rows:
+    total = Split(sizes=sizes).batch_size
+    if rows is not None and total != rows:
         raise InputError(
-            f"--split {split}: adds up to {sum(sizes)}; the batch has {rows} rows; give sizes that "
+            f"--split {split}: adds up to {total}; the batch has {rows} rows; give sizes that "
             "add up to them, or leave out --split to search"
         )
     return sizes
 
 
-def _exhaustive_line(searched, exhaustive) -> str:
-    from pbjax.runtime.measured_programs import joined, milliseconds
-
-    best = exhaustive.best
-    sizes = joined(best.split.sizes)
-    line = (
-        f"exhaustive optimum: {sizes}, {milliseconds(best.prediction.makespan_s)} ms, "
-        f"{exhaustive.evaluations:,} evaluations in {exhaustive.seconds:.1f} s"
-    )
-    if searched is None:
-        return line
-    excess = searched.best.prediction.makespan_s / best.prediction.makespan_s - 1
-    return f"{line}; the search is {excess:.2%} above it"
-
-
-def _numpy(output):
-    """The hidden states of a text encoder's output, on the host."""
-    import numpy as np
-
-    return np.asarray(output.last_hidden_state)
+def _given_plan(
+    path: Path | None, *, split: str | None, batch: str | None, rows: int | None
+) -> Plan | None:
+    """The plan to run, which decides the batch and its split."""
+    if path is None:
+        return None
+    if split is not None:
+        raise InputError(
+            f"--plan {path} --split {split}: both say what to run; one of them is allowed; leave "
+            "out the other"
+        )
+    plan = Plan.load(path)
+    if batch == AUTO or (rows is not None and rows != plan.batch_size):
+        raise InputError(
+            f"--plan {path} --batch {batch}: the plan is for {plan.batch_size} rows; that batch is "
+            "allowed; leave out --batch, or --plan to search again"
+        )
+    return plan
 
 
-def read_batch(text: str, latency_ms: float | None) -> int | None:
-    """The number of rows that `--batch` names, or None for "auto".
+def _check(wanted: _Wanted) -> None:
+    """Refuses what cannot be done or written, before anything is loaded."""
+    wanted.outputs.check(has_table=wanted.plan is None and wanted.rows != 1)
+    if wanted.exhaustive and wanted.plan is not None:
+        raise InputError(
+            "--exhaustive --plan: a loaded plan comes without the measured table that splits are "
+            "predicted from; a search is allowed; leave out one of them"
+        )
+    profile = wanted.profile
+    if profile is not None and profile.exists():
+        Profile.load(profile)
+    else:
+        check_writable("--profile", profile)
+    from pbjax.fusion import selection_of
+
+    selection_of(wanted.fuse)
+
+
+def _optimize(
+    name: str, dtype: str | None, asked: "Asked", wanted: _Wanted, *, as_json: bool
+) -> None:
+    """Loads the model, does what is wanted, and prints it."""
+    from pbjax.cli.example_inputs import check_kind, find_examples
+    from pbjax.cli.source import find_source, load_source
+    from pbjax.pipeline import optimize as run
+    from pbjax.progress import ProgressPrinter
+
+    say = (lambda text: None) if as_json else print
+    source = find_source(name, dtype)
+    check_kind(asked, source)
+    examples = find_examples(asked, source, wanted.rows)
+    _check_call(source, examples, wanted)
+    with ProgressPrinter() as progress:
+        start = time.perf_counter()
+        loaded = load_source(source, dtype, say, progress)
+        load_s = time.perf_counter() - start
+        say(f"model loaded in {load_s:.1f} s")
+        examples = examples or _own_examples(source, loaded.inputs)
+        choice = _choice(loaded.model, examples, wanted, progress)
+        if choice is not None:
+            say(f"\n{choice}")
+        inputs = examples.take(choice.batch_size if choice else _rows(examples, wanted))
+        fast = run(
+            loaded.model,
+            *inputs,
+            split=wanted.sizes,
+            profile=wanted.profile,
+            plan=wanted.plan,
+            fuse=wanted.fuse,
+            progress=progress,
+        )
+        report = fast.report()
+        say(f"\n{report}")
+        if wanted.exhaustive:
+            say(_exhaustive_line(report, progress))
+        written = wanted.outputs.write(fast, inputs)
+    if written:
+        print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
+    if as_json:
+        chosen = {} if choice is None else {"batch_choice": choice.to_dict()}
+        print(json.dumps({**report.to_dict(), **chosen, "load_weights_s": load_s}))
+
+
+def _rows(examples: "Examples", wanted: _Wanted) -> int:
+    """The rows of the batch, where it is not chosen by measuring.
 
     Raises:
-      InputError: It is neither, the limit is no time, or there is one for a batch that is given.
+      InputError: There are fewer, or random inputs leave it open.
     """
-    if latency_ms is not None and not latency_ms > 0:  # Before the model is loaded.
+    rows = wanted.rows or examples.rows
+    if rows is None:
         raise InputError(
-            f"--latency-ms {latency_ms:g}: not a time; milliseconds above 0 are allowed; give the "
-            "longest that a batch may take, or leave it out"
+            "--batch: it is absent, and random inputs have any number of rows; 1 or more, or auto, "
+            "is allowed; write for instance --batch 96"
         )
-    if text == AUTO:
+    if examples.rows is not None and rows > examples.rows:
+        raise InputError(
+            f"--batch {rows}: the inputs have {examples.rows} rows; 1 to {examples.rows} are "
+            "allowed; lower it, or give more"
+        )
+    return rows
+
+
+def _check_call(source: "Source", examples: "Examples | None", wanted: _Wanted) -> None:
+    """Has a model without weights refuse inputs that it cannot take."""
+    from pbjax.cli.model_folder import trace
+
+    if examples is None or source.shape is None:
+        return
+    inputs = examples.shapes(1 if wanted.auto else _rows(examples, wanted))
+    try:
+        trace(source.shape.module, *inputs)
+    except TypeError as error:
+        raise InputError(
+            f"optimize({source.name}): it does not take these {len(inputs)} inputs "
+            f"({str(error).splitlines()[0]}); its own inputs in their order are allowed; give them "
+            "by --shape, or leave it out for random ones"
+        ) from error
+
+
+def _own_examples(source: "Source", inputs: tuple[object, ...] | None) -> "Examples":
+    """The inputs that a factory gave with its model."""
+    from pbjax.cli.example_inputs import fixed
+
+    if inputs is None:
+        raise InputError(
+            f"optimize({source.name}): no inputs; --ids and --shape are allowed, and a function "
+            "that returns (model, inputs); give one, such as --shape 96x128xint32"
+        )
+    return fixed(inputs)
+
+
+def _choice(
+    model: "Model", examples: "Examples", wanted: _Wanted, progress: _Progress
+) -> "BatchChoice | None":
+    """The batch of `--batch auto`, by prediction and a few measurements on this machine."""
+    if not wanted.auto:
         return None
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise InputError(
-            f"--batch {text}: not a number of rows; 1 or more, or auto, is allowed; write for "
-            "instance --batch 96"
-        )
-    if latency_ms is not None:
-        raise InputError(
-            f"--latency-ms {latency_ms:g} --batch {text}: the batch is given already; a limit goes "
-            "with --batch auto; leave out one of them"
-        )
-    return int(text)
-
-
-def choose_rows(
-    model: "Model",
-    inputs: tuple[object, ...],
-    latency_ms: float | None,
-    max_batch: int,
-    progress: Callable[[str, int, int, str], None],
-) -> "BatchChoice":
-    """Chooses the batch of a model on this machine by prediction and a few measurements.
-
-    Args:
-      model: The model.
-      inputs: Of a call, at any batch.
-      latency_ms: The longest that a call may take; None = any.
-      max_batch: How many rows there are.
-      progress: Called as progress(phase, done, total, item).
-    """
     from pbjax.planning.ceilings import calibrated
     from pbjax.tuning.batch_size import choose_batch
 
     return choose_batch(
         model,
-        *inputs,
+        *examples.take(examples.rows or 1),
         device=calibrated(this_device("pbjax optimize --batch auto")),
-        latency_s=None if latency_ms is None else latency_ms / 1e3,
-        max_batch=max_batch,
+        latency_s=None if wanted.latency_ms is None else wanted.latency_ms / 1e3,
+        max_batch=examples.rows,
         measure=True,
         progress=lambda done, total, item: progress("choose batch", done, total, item),
     )
+
+
+def _exhaustive_line(report: "Report", progress: _Progress) -> str:
+    """The best of all splits beside the one that the search found."""
+    from pbjax.planning.search import search
+    from pbjax.runtime.measured_programs import joined, milliseconds
+
+    if report.profile is None:
+        return "exhaustive: nothing was measured to predict splits from"
+    progress("exhaustive search", 0, 1, "")
+    found = search(report.summary, report.profile, report.batch_size, policy="exhaustive")
+    best = found.best
+    line = (
+        f"exhaustive optimum: {joined(best.split.sizes)}, "
+        f"{milliseconds(best.prediction.makespan_s)} ms, "
+        f"{found.evaluations:,} evaluations in {found.seconds:.1f} s"
+    )
+    if report.search is None:
+        return line
+    excess = report.search.best.prediction.makespan_s / best.prediction.makespan_s - 1
+    return f"{line}; the search is {excess:.2%} above it"

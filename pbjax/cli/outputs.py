@@ -1,6 +1,7 @@
-"""What `pbjax optimize` writes beside its report: a trace, figures, a page."""
+"""What `pbjax optimize` writes beside its report: the plan, a trace, figures, a page."""
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,61 +28,73 @@ def check_drawable(figures: Path | None, html: Path | None) -> None:
         empty_figure(1.0, 1.0)
 
 
-def check_outputs(
-    plan: Path | None, *, trace: Path | None, figures: Path | None, html: Path | None
-) -> None:
-    """Refuses what cannot be written, before the work that it is of.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What `pbjax optimize` writes beside its report; None for what is not wanted.
 
-    Raises:
-      FileError: A place cannot be written.
-      InputError: A loaded plan does not tell what is to be written, or matplotlib is missing.
+    Attributes:
+      plan: The file of the plan.
+      trace: The file of a Chrome trace of the timetable.
+      figures: The folder of the figures.
+      html: The file of a page with the figures.
     """
-    for name, path in {"trace": trace, "figures": figures, "html": html}.items():
-        if plan is not None and path is not None:
-            raise InputError(
-                f"--{name} {path} --plan {plan}: a loaded plan comes without the measured table "
-                "that its timetable is drawn from; a searched plan is allowed; leave out --plan"
-            )
-    check_writable("--trace", trace)
-    check_drawable(figures, html)
 
+    plan: Path | None
+    trace: Path | None
+    figures: Path | None
+    html: Path | None
 
-def write_outputs(
-    fast: "Optimized",
-    inputs: tuple[object, ...],
-    *,
-    trace: Path | None,
-    figures: Path | None,
-    html: Path | None,
-) -> list[Path]:
-    """Writes what was asked for.
+    def check(self, *, has_table: bool) -> None:
+        """Refuses what cannot be written, before the work that it is of.
 
-    Args:
-      fast: What `optimize` returned.
-      inputs: Of a call, for the trace of a measured one.
-      trace: Where to write a Chrome trace; None for nowhere.
-      figures: Which folder to write figures into; None for none.
-      html: Where to write the page; None for nowhere.
+        Args:
+          has_table: Whether a table is measured: a loaded plan brings none, and one row needs none.
 
-    Returns:
-      The files.
-    """
-    from pbjax.figures.plan import write_plan_figures, write_plan_page, write_trace
+        Raises:
+          FileError: A place cannot be written.
+          InputError: There will be no timetable to write, or matplotlib is missing.
+        """
+        drawn = {"--trace": self.trace, "--figures": self.figures, "--html": self.html}
+        for option, path in drawn.items():
+            if path is not None and not has_table:
+                raise InputError(
+                    f"{option} {path}: a loaded plan, and a batch of one row, come without the "
+                    "measured table that timetables are drawn from; a search over two rows or more "
+                    f"is allowed; leave out --plan or raise --batch, or leave out {option}"
+                )
+        check_writable("--save-plan", self.plan)
+        check_writable("--trace", self.trace)
+        check_drawable(self.figures, self.html)
 
-    written, report = [], fast.report()
-    if trace is not None:
-        write_trace(report, _kernels(fast, inputs), trace)
-        written.append(trace)
-    if figures is not None:
-        written += write_plan_figures(report, figures)
-    if html is not None:
-        write_plan_page(report, html)
-        written.append(html)
-    return written
+    def write(self, fast: "Optimized", inputs: tuple[object, ...]) -> list[Path]:
+        """Writes what was asked for.
+
+        Args:
+          fast: What `optimize` returned.
+          inputs: The inputs of a call, for the trace of a measured one.
+
+        Returns:
+          The files.
+        """
+        from pbjax.figures.plan import write_plan_figures, write_plan_page, write_trace
+
+        written, report = [], fast.report()
+        if self.plan is not None:
+            fast.plan.save(self.plan)
+            written.append(self.plan)
+        if self.trace is not None:
+            write_trace(report, _kernels(fast, inputs), self.trace)
+            written.append(self.trace)
+        if self.figures is not None:
+            written += write_plan_figures(report, self.figures)
+        if self.html is not None:
+            write_plan_page(report, self.html)
+            written.append(self.html)
+        return written
 
 
 def _kernels(fast: "Optimized", inputs: tuple[object, ...]) -> "tuple[Kernel, ...]":
-    """Those of one call on a GPU; elsewhere a profiler's trace has none."""
+    """The kernels of one call on a GPU; elsewhere a profiler's trace has none."""
     import jax
 
     from pbjax.runtime.device_trace import read_kernels
