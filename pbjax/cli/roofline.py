@@ -2,8 +2,8 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +14,7 @@ from pbjax.cli.outputs import check_drawable
 from pbjax.cli.subject import (
     Peaks,
     Subject,
+    check_calls,
     find_figures,
     find_subject,
     keep_measured,
@@ -119,13 +120,17 @@ def roofline(
     from pbjax.roofline.measured_table import MeasuredTable, checks_rows, checks_text, points_text
 
     table = None if measured is None else MeasuredTable.load(measured)
-    figures_of = find_figures(device, peaks, here=measure)  # before what takes longer
-    subject = find_subject(model, figures_of, dtype, attention, layers)
+    limits = find_figures(device, peaks, here=measure)
+    subject = find_subject(model, limits, dtype, attention, layers)
     subject = replace(subject, kernels=kernels or measure or table is not None)
     phases = (phase,) if phase else subject.shape.phases
+    sizes = [(batch, seq), *((rows, seq) for rows in measure_batch or ())]
+    sizes += [(batch, length) for length in measure_seq or ()]
+    check_calls(subject, phases, sizes)
+    if study:
+        _check_study(subject, phases)
+    drafting = None if draft is None else _find_draft(subject, draft, dtype, seq)
     if measure:
-        sizes = [(batch, seq), *((rows, seq) for rows in measure_batch or ())]
-        sizes += [(batch, length) for length in measure_seq or ()]
         ran = measured_reports(subject, phases, sizes)
     else:
         ran = [subject.report(name, batch, seq) for name in phases]
@@ -152,8 +157,8 @@ def roofline(
         document["measured_points"] = [asdict(found) for _, found in points]
     if what_if:
         answers = [_what_if(subject, report, seq, devices) for report in reports]
-        if draft is not None:
-            answers.append(_speculation(subject, draft, dtype, seq, acceptance, drafted))
+        if drafting is not None:
+            answers.append(_speculation(subject, drafting, seq, acceptance, drafted))
         texts |= {str(data["name"]): text for text, data in answers}
         document["what_if"] = [data for _, data in answers]
     print(json.dumps(document) if as_json else "\n\n".join(texts.values()))
@@ -170,6 +175,15 @@ def _require_owner(option: str, value: object, owner: str, given: bool) -> None:
         raise InputError(
             f"pbjax roofline {option} {value}: it is for {owner}, which is absent; it is allowed "
             f"with {owner}; add {owner}, or leave out {option}"
+        )
+
+
+def _check_study(subject: Subject, phases: Sequence[str]) -> None:
+    """Raises InputError where curves are of no use."""
+    if "forward" in phases:
+        raise InputError(
+            f"pbjax roofline {subject.name} --study: it has the phase forward; curves are of "
+            "prefill and decode; ask for a model that generates"
         )
 
 
@@ -215,11 +229,8 @@ def _curves(
 ) -> "tuple[PhaseStudy, SizeChoice]":
     from pbjax.roofline.batch_study import choose_point, study_phase
 
-    if report.phase == "forward" or seq is None:
-        raise InputError(
-            f"pbjax roofline {subject.name} --study: it has the phase {report.phase}; curves are "
-            "of prefill and decode; ask for a model that generates"
-        )
+    if seq is None:
+        raise AssertionError("phases that are studied have a length")
     found = study_phase(
         subject.report,
         report.phase,
@@ -275,20 +286,29 @@ def _variants(
     return variants
 
 
+def _find_draft(subject: Subject, draft: str, dtype: str, seq: int | None) -> Subject:
+    """The draft model of speculative decoding, which must decode as the model itself does.
+
+    Raises:
+      InputError: It or the model does not decode, or not so many tokens.
+    """
+    found = find_subject(draft, subject.device, dtype, subject.attention, None)
+    for each in (subject, found):
+        if "decode" not in each.shape.phases:
+            raise InputError(
+                f"pbjax roofline {subject.name} --draft {draft}: {each.name} does not decode; two "
+                "models that generate are allowed; choose others, or leave out --draft"
+            )
+    check_calls(found, ("decode",), [(1, seq)])
+    return replace(found, kernels=subject.kernels)
+
+
 def _speculation(
-    subject: Subject,
-    draft: str,
-    dtype: str,
-    seq: int | None,
-    acceptance: float,
-    drafted: int,
+    subject: Subject, drafting: Subject, seq: int | None, acceptance: float, drafted: int
 ) -> tuple[str, dict[str, object]]:
     from pbjax.roofline.batch_study import BATCH_NODES, interpolated
     from pbjax.roofline.tables import speculation_text
     from pbjax.roofline.what_if import break_even_batch, speculate
-
-    shape = import_module("models.presets").find_shape(draft, dtype)
-    drafting = replace(subject, name=draft, shape=shape, num_layers=None)
 
     def seconds(of: Subject, new_tokens: int):
         known = {rows: of.report("decode", rows, seq, new_tokens) for rows in BATCH_NODES}
@@ -303,7 +323,7 @@ def _speculation(
     )
     text = speculation_text(found, even, drafted=drafted, acceptance=acceptance)
     data = {
-        "draft": draft,
+        "draft": drafting.name,
         **options,
         "break_even_batch": even,
         "batches": list(map(asdict, found)),

@@ -153,6 +153,24 @@ def find_subject(
     )
 
 
+def check_calls(
+    subject: Subject, phases: Sequence[str], sizes: Sequence[tuple[int, int | None]]
+) -> None:
+    """Refuses phases and lengths that the model does not have, before anything is traced.
+
+    Args:
+      subject: The model.
+      phases: Phases of the calls.
+      sizes: Rows of the calls, and tokens of a row.
+
+    Raises:
+      InputError: The message names the phase or the length.
+    """
+    for phase in phases:
+        for _, seq in sizes:
+            subject.shape.call(phase, 1, seq)
+
+
 def measured_reports(
     subject: Subject, phases: Sequence[str], sizes: Sequence[tuple[int, int | None]]
 ) -> "list[Roofline]":

@@ -187,6 +187,31 @@ def test_bad_input_is_refused_in_one_line(arguments, code, words):
     assert words in line
 
 
+@pytest.fixture
+def untraced(monkeypatch):
+    monkeypatch.setattr("pbjax.roofline.report.trace", lambda *_: pytest.fail("it was traced"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--what-if", "--draft", "nothing"), "nothing: no such folder or preset"),
+        (("--what-if", "--draft", "minilm"), "--draft minilm: minilm does not decode"),
+        (("--what-if", "--draft", DATA / "gpt2"), "seq is 512; 1 to"),
+        (("--phase", "forward", "--study"), "--study: it has the phase forward"),
+        (("--measure", "--measure-seq", 2000), "seq is 2000; 1 to 1024"),
+        (("--phase", "decode", "--save-measured", "a.json"), "add --measure"),
+        (("--html", ""), "it is empty"),
+        (("--figures", ""), "it is empty"),
+    ],
+)
+def test_what_arguments_decide_is_refused_before_the_model_is_traced(untraced, options, words):
+    device = () if "--measure" in options else ("--device", "h200")
+    result = run("gpt2", *device, "--seq", 512, *options)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_a_machine_without_figures_is_told_to_name_a_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="Abacus 9")])
     result = run("gpt2", "--seq", 8)
