@@ -222,7 +222,7 @@ def _slice(step: Step, rows: Located) -> Located:
     whole = start < stride and limit > found.size(step.batch_size) - stride
     if stride == found.inner and whole and start == twin_starts[axis]:
         return (Rows(axis=axis, outer=found.outer, inner=1),)
-    step.refuse(f"reads every {stride}th entry along axis {axis}, the batch")
+    step.refuse(f"reads one of {stride} entries along axis {axis}, the batch")
 
 
 def _segment(step: Step, found: Rows, start: int, limit: int) -> Rows:

@@ -109,6 +109,11 @@ class Constant:
 type Fact = Layout | Constant | None
 
 
+def rows_of(fact: Fact) -> Rows | None:
+    """Where the rows of a value lie; None for one that has none."""
+    return fact.rows if isinstance(fact, Layout) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One operation in the graph and in the probe, with what is known of its inputs."""

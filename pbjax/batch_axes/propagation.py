@@ -6,15 +6,14 @@ the rows from the inputs through every operation by the rules of `batching_rules
 `batching_indexing`, through loops and branches by their bodies. It computes and cuts nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from typing import Never
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import ArrayLike
 
-from pallas_kernels.operation import PRIMITIVE as KERNEL
-from pbjax.batch_axes.indexing import INDEXING_RULES, fold, generate, index_step, plain, special
+from pbjax.batch_axes.indexing import INDEXING_RULES, fold, generate, index_step, special
 from pbjax.batch_axes.layout import (
     Constant,
     Fact,
@@ -25,10 +24,12 @@ from pbjax.batch_axes.layout import (
     Step,
     fits,
     refuse,
+    rows_of,
 )
+from pbjax.batch_axes.loops import LOOP_RULES, Bodies
 from pbjax.batch_axes.rules import RULES, Located
 from pbjax.errors import InputError
-from pbjax.graph.trace import Atom, Graph, Operation, body_graph, describe, scan_parts
+from pbjax.graph.trace import Atom, Graph, Operation, describe, made_by, read_by
 
 __all__ = ["Rows", "SplitError", "find_rows"]
 
@@ -83,12 +84,8 @@ def find_rows(
     _check_leaves(graph, probe, walk, facts)
     env = walk.graph(graph, probe, facts)
     for number, (atom, twin) in enumerate(zip(graph.outputs, probe.outputs, strict=True)):
-        _check_output(number, walk.read(env, atom, twin))
-    return tuple(_rows(env[value]) for value in range(len(graph.avals)))
-
-
-def _rows(fact: Fact) -> Rows | None:
-    return fact.rows if isinstance(fact, Layout) else None
+        _check_output(_output(graph, number), walk.read(env, atom, twin))
+    return tuple(rows_of(env[value]) for value in range(len(graph.avals)))
 
 
 def _check_sizes(
@@ -109,35 +106,45 @@ def _check_sizes(
 
 def _check_leaves(graph: Graph, probe: Graph, walk: "_Walk", facts: Sequence[Fact]) -> None:
     if len(graph.names) != len(probe.names):
+        longer = max(graph, probe, key=lambda each: len(each.names))
         walk.changed(
-            f"{len(graph.names)} weights and inputs become {len(probe.names)}", "the function"
+            f"{len(graph.names)} weights and inputs become {len(probe.names)}",
+            f"whether there is a captured array {read_by(longer, longer.weights[-1])}",
         )
     pairs = zip(graph.avals, probe.avals, strict=False)
-    for name, fact, (aval, twin) in zip(graph.names, facts, pairs, strict=False):
-        if not fits(_rows(fact), aval.shape, twin.shape, walk.batch_size, walk.probe_size):
-            _refuse_leaf(name, fact, walk, aval.shape, twin.shape)
+    for value, (name, fact, (aval, twin)) in enumerate(
+        zip(graph.names, facts, pairs, strict=False)
+    ):
+        if fits(rows_of(fact), aval.shape, twin.shape, walk.batch_size, walk.probe_size):
+            continue
+        sizes = f"{aval.shape} at batch size {walk.batch_size}, {twin.shape} at {walk.probe_size}"
+        if name.startswith("captured"):
+            what = f"the captured array {read_by(graph, value)}"
+            walk.changed(f"its shape changes: {sizes}", what)
+        _refuse_input(name, fact, sizes)
 
 
-def _refuse_leaf(
-    name: str, fact: Fact, walk: "_Walk", shape: tuple[int, ...], twin_shape: tuple[int, ...]
-) -> None:
-    sizes = f"{shape} at batch size {walk.batch_size} and {twin_shape} at {walk.probe_size}"
-    if name.startswith("captured"):
-        walk.changed(f"its shape is {sizes}", f"the array {name}")
-    axis = fact.rows.axis if isinstance(fact, Layout) else None
+def _refuse_input(name: str, fact: Fact, sizes: str) -> Never:
+    rows = rows_of(fact)
+    axis = rows.axis if rows else None
     raise InputError(
         f"find_rows: {name} has shape {sizes}, and its batch axis is given as {axis}; only the "
         "batch axis may change with the batch size; correct batch_axes"
     )
 
 
-def _check_output(number: int, fact: Fact) -> None:
-    rows = _rows(fact)
+def _output(graph: Graph, number: int) -> str:
+    """What an output is called in messages."""
+    return f"output {number}, {made_by(graph, graph.outputs[number])},"
+
+
+def _check_output(name: str, fact: Fact) -> None:
+    rows = rows_of(fact)
     if special(fact):
-        refuse(f"output {number}", "is made of row numbers or of the batch size")
+        refuse(name, "is made of row numbers or of the batch size")
     if rows is not None and (rows.outer, rows.inner) != (1, 1):
         raise SplitError(
-            f"output {number} has the batch merged into axis {rows.axis} "
+            f"{name} has the batch merged into axis {rows.axis} "
             f"({rows.outer} x batch x {rows.inner})",
             "every output needs a batch axis of its own; return it before the reshape that merges "
             "them",
@@ -151,7 +158,7 @@ class _Walk:
         self.batch_size = batch_size
         self.probe_size = probe_size
 
-    def changed(self, found: str, what: str) -> None:
+    def changed(self, found: str, what: str) -> Never:
         """Refuses a program that is another one at another batch size."""
         raise SplitError(
             f"{what} depends on the batch size: from {self.batch_size} to {self.probe_size} rows "
@@ -160,14 +167,18 @@ class _Walk:
             "batch or bake arrays of it into the model",
         )
 
-    def read(self, env: Mapping[int, Fact], atom: Atom, twin: Atom) -> Fact:
+    def read(
+        self, env: Mapping[int, Fact], atom: Atom, twin: Atom, reader: Operation | None = None
+    ) -> Fact:
         """What is known of a value, or of a literal in the graph and in the probe."""
         if not isinstance(atom, Literal):
             return env[atom]
         assert isinstance(twin, Literal)
         if np.ndim(atom.val) == np.ndim(twin.val) == 0:
             return Constant(value=np.asarray(atom.val), probe_value=np.asarray(twin.val))
-        self._check_captured("captured in a call", atom.val, twin.val)
+        if not _same(atom.val, twin.val):
+            where = "returned by a call" if reader is None else f"read by {describe(reader)},"
+            self._changed_array(where, atom.val, twin.val)
         return None
 
     def graph(self, graph: Graph, probe: Graph, facts: Sequence[Fact]) -> Env:
@@ -180,15 +191,21 @@ class _Walk:
             step = Step(
                 operation=operation,
                 twin=twin,
-                facts=tuple(self.read(env, a, b) for a, b in inputs),
+                facts=tuple(self.read(env, a, b, operation) for a, b in inputs),
                 batch_size=self.batch_size,
                 probe_size=self.probe_size,
             )
             outputs = self.transfer(step)
             for number, fact in enumerate(outputs):
-                step.check(_rows(fact), number)
+                step.check(rows_of(fact), number)
             env.update(zip(operation.outputs, outputs, strict=True))
         return env
+
+    def results(self, bodies: Bodies, facts: Sequence[Fact]) -> list[Fact]:
+        """Facts of the results of a body, from those of its inputs."""
+        body, twin = bodies
+        env = self.graph(body, twin, [None] * body.num_weights + list(facts))
+        return [self.read(env, a, b) for a, b in zip(body.outputs, twin.outputs, strict=True)]
 
     def _check_alike(self, graph: Graph, probe: Graph) -> None:
         for operation, twin in zip(graph.operations, probe.operations, strict=False):
@@ -196,21 +213,22 @@ class _Walk:
                 results = f"with {len(operation.outputs)} results becomes"
                 found = f"it {results} {describe(twin)} with {len(twin.outputs)}"
                 self.changed(found, describe(operation))
-        if len(graph.operations) != len(probe.operations):
-            self.changed(
-                f"its {len(graph.operations)} operations become {len(probe.operations)}",
-                "the function",
-            )
-        if _numbers(graph.outputs) != _numbers(probe.outputs):
-            self.changed("it returns other values", "the function")
-        names = graph.names[graph.num_weights - len(graph.constants) :]
-        for name, *values in zip(names, graph.constants, probe.constants, strict=False):
-            self._check_captured(name, *values)
+        counts = len(graph.operations), len(probe.operations)
+        if counts[0] != counts[1]:
+            longer = max(graph, probe, key=lambda each: len(each.operations))
+            extra = describe(longer.operations[min(counts)])
+            self.changed(f"{counts[0]} operations become {counts[1]}", f"whether there is {extra}")
+        for number, atoms in enumerate(zip(graph.outputs, probe.outputs, strict=False)):
+            if _numbers(atoms[:1]) != _numbers(atoms[1:]):
+                self.changed("it is another value", _output(graph, number))
+        first = graph.num_weights - len(graph.constants)
+        for value, arrays in enumerate(zip(graph.constants, probe.constants, strict=False), first):
+            if not _same(*arrays):
+                self._changed_array(read_by(graph, value), *arrays)
 
-    def _check_captured(self, name: str, value: ArrayLike, probe_value: ArrayLike) -> None:
-        if value is not probe_value and not np.array_equal(value, probe_value):
-            shapes = f"shape {np.shape(value)} becomes {np.shape(probe_value)}"
-            self.changed(f"its values change ({shapes})", f"the array {name}")
+    def _changed_array(self, name: str, value: ArrayLike, probe_value: ArrayLike) -> None:
+        shapes = f"shape {np.shape(value)} becomes {np.shape(probe_value)}"
+        self.changed(f"its values change ({shapes})", f"the captured array {name}")
 
     def _check_params(self, operation: Operation, twin: Operation) -> None:
         ignored = _SIZED.get(operation.primitive, set())
@@ -224,9 +242,9 @@ class _Walk:
         folded = fold(step)
         if folded is not None:
             return folded
-        nested = _NESTED.get(step.operation.primitive)
-        if nested is not None:
-            return nested(self, step)
+        loop_rule = LOOP_RULES.get(step.operation.primitive)
+        if loop_rule is not None:
+            return loop_rule(step, self.results)
         if any(special(fact) for fact in step.facts):
             outputs = index_step(step)
             if outputs is not None:
@@ -267,7 +285,7 @@ def _located(step: Step, layouts: Sequence[Layout], outside: bool) -> Located:
 
     def place(fact: Fact) -> Rows | None:
         if not isinstance(fact, Layout) or fact.kind != Kind.UNIFORM:
-            return _rows(fact)
+            return rows_of(fact)
         total = fact.rows.outer * fact.rows.inner
         for rows in data:
             if rows.outer * rows.inner == total:
@@ -292,120 +310,9 @@ def _holds_code(value: object) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr) or callable(value)
 
 
+def _same(value: ArrayLike, other: ArrayLike) -> bool:
+    return value is other or np.array_equal(value, other)
+
+
 def _equal(value: object, other: object) -> bool:
     return value is other or bool(np.all(value == other))
-
-
-def _merged(step: Step, fact: Fact, other: Fact) -> Layout | None:
-    """What is known of a value that is one of two."""
-    first, second = plain(step, fact), plain(step, other)
-    if first == second:
-        return first
-    if first is None or second is None:
-        step.refuse("holds a value that has rows at one time and none at another")
-    if Kind.UNIFORM not in (first.kind, second.kind) or first.rows.axis != second.rows.axis:
-        step.refuse("moves the rows of a value from one place to another")
-    return first if second.kind == Kind.UNIFORM else second
-
-
-def _bodies(step: Step, name: str) -> tuple[Graph, Graph]:
-    """The body that a parameter holds, in the graph and in the probe."""
-    return body_graph(step.params[name], step.operation), body_graph(
-        step.twin_params[name], step.twin
-    )
-
-
-def _results(walk: _Walk, bodies: tuple[Graph, Graph], facts: Sequence[Fact]) -> list[Fact]:
-    body, twin = bodies
-    env = walk.graph(body, twin, [None] * body.num_weights + list(facts))
-    return [walk.read(env, a, b) for a, b in zip(body.outputs, twin.outputs, strict=True)]
-
-
-def _settled(
-    step: Step, start: Sequence[Fact], run: Callable[[Sequence[Fact]], list[Fact]]
-) -> list[Fact]:
-    """Runs a loop's body until what is known of its carry changes no more; returns all its results.
-
-    A fact changes at most from uniform to data, so each carried value costs at most one more run.
-    """
-    carry = list(start)
-    while True:
-        results = run(carry)
-        merged: list[Fact] = [_merged(step, a, b) for a, b in zip(carry, results, strict=False)]
-        if merged == carry:
-            return [*merged, *results[len(carry) :]]
-        carry = merged
-
-
-def _scan(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    """A scan along the batch keeps rows apart only if it carries nothing from one to the next."""
-    roles = scan_parts(step.operation)
-    facts = [plain(step, fact) for fact in step.facts]
-    first_xs = len(roles.consts) + len(roles.carry)
-    consts, carry = facts[: len(roles.consts)], facts[len(roles.consts) : first_xs]
-    xs = facts[first_xs:]
-    bodies = _bodies(step, "jaxpr")
-    if any(layout is not None and layout.rows.axis == 0 for layout in xs):
-        if carry or any(consts) or any(_rows(layout) != Rows(axis=0) for layout in xs):
-            step.refuse("goes through the rows one after the other and lets them meet")
-        _results(walk, bodies, [None] * len(facts))
-        return (Layout(rows=Rows(axis=0)),) * len(step.operation.outputs)
-    if step.params["length"] != step.twin_params["length"]:
-        step.refuse("loops as many times as there are rows")
-    steps = [_shifted(layout, -1) for layout in xs]
-    results = _settled(
-        step, carry, lambda carried: _results(walk, bodies, [*consts, *carried, *steps])
-    )
-    ys = [_shifted(plain(step, fact), 1) for fact in results[len(carry) :]]
-    return (*results[: len(carry)], *ys)
-
-
-def _shifted(layout: Fact, by: int) -> Fact:
-    if not isinstance(layout, Layout):
-        return None
-    return replace(layout, rows=layout.rows.moved(layout.rows.axis + by))
-
-
-def _while(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    params = step.params
-    facts = [plain(step, fact) for fact in step.facts]
-    num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
-    tests, consts = facts[:num_test], facts[num_test : num_test + num_body]
-    body, test = _bodies(step, "body_jaxpr"), _bodies(step, "cond_jaxpr")
-    carry = _settled(
-        step,
-        facts[num_test + num_body :],
-        lambda carried: _results(walk, body, [*consts, *carried]),
-    )
-    (again,) = _results(walk, test, [*tests, *carry])
-    # Under vmap the test has one entry for each row, and each row stops by its own.
-    rows = _rows(plain(step, again))
-    if rows is not None and any(_rows(fact) != rows for fact in carry):
-        step.refuse("stops by a row, and carries values of no row or of rows that lie elsewhere")
-    return tuple(carry)
-
-
-def _cond(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    facts = [plain(step, fact) for fact in step.facts]
-    pairs = zip(step.params["branches"], step.twin_params["branches"], strict=True)
-    merged: list[Fact] | None = None
-    for branch, twin in pairs:
-        bodies = body_graph(branch, step.operation), body_graph(twin, step.twin)
-        results = _results(walk, bodies, facts[1:])
-        if merged is None:
-            merged = [plain(step, fact) for fact in results]
-        merged = [_merged(step, a, b) for a, b in zip(merged, results, strict=True)]
-    return tuple(merged or ())
-
-
-def _kernel(walk: _Walk, step: Step) -> tuple[Fact, ...]:
-    """A kernel does to the rows what it means in plain JAX."""
-    return tuple(_results(walk, _bodies(step, "plain"), step.facts))
-
-
-_NESTED: Mapping[str, Callable[[_Walk, Step], tuple[Fact, ...]]] = {
-    KERNEL: _kernel,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}

@@ -112,9 +112,10 @@ def trace(apply: Callable, params: object, *inputs: object) -> Graph:
     closed, out_shape = jax.make_jaxpr(apply, return_shape=True)(params, *inputs)
     if closed.effects:
         effects = ", ".join(sorted(str(effect) for effect in closed.effects))
+        first = next(equation for equation in closed.jaxpr.eqns if equation.effects)
         raise ModelError(
-            f"trace: the model has side effects ({effects}); only pure functions can run in "
-            "sub-batches; remove debug prints and callbacks from the model"
+            f"trace: {first.primitive.name} ({traced_line([first])}) has side effects ({effects}); "
+            "only pure functions can be optimized; remove debug prints and callbacks from the model"
         )
     named = _leaf_names("params", params), _leaf_names("inputs", inputs)
     names = named[0] + [f"captured[{i}]" for i in range(len(closed.consts))] + named[1]
@@ -153,31 +154,6 @@ def evaluate(operations: Sequence[Operation], env: dict[int, Array]) -> None:
         env.update(zip(operation.outputs, results, strict=True))
 
 
-def difference(graph: Graph, other: Graph) -> str | None:
-    """Names the first place where two traces of a function differ in more than shapes.
-
-    The values of literals may differ: jax.numpy adds the length of an axis to negative indices, and
-    a mean over the batch divides by its size. `batch_axes` decides which of these a model may do.
-
-    Returns:
-      None if the graphs have the same operations on the same values.
-    """
-    for a, b in zip(graph.operations, other.operations, strict=False):
-        if a.primitive != b.primitive or len(a.inputs) != len(b.inputs):
-            return f"{describe(a)} becomes {describe(b)}"
-        for x, y in zip(a.inputs, b.inputs, strict=True):
-            if not _same_atom(x, y):
-                return f"an input of {describe(a)} changes from {x} to {y}"
-    if len(graph.operations) != len(other.operations):
-        return f"{len(graph.operations)} operations become {len(other.operations)}"
-    if len(graph.outputs) != len(other.outputs):
-        return f"{len(graph.outputs)} outputs become {len(other.outputs)}"
-    for number, (x, y) in enumerate(zip(graph.outputs, other.outputs, strict=True)):
-        if not _same_atom(x, y):
-            return f"output {number} changes from {x} to {y}"
-    return _constant_difference(graph, other)
-
-
 def describe(operation: Operation) -> str:
     """The operation's primitive, scope and line in the user's source, for messages.
 
@@ -186,6 +162,20 @@ def describe(operation: Operation) -> str:
     where = f" in {operation.scope}" if operation.scope else ""
     equations = (operation.equation, *reversed(operation.callers))
     return f"{operation.primitive}{where} ({traced_line(equations)})"
+
+
+def read_by(graph: Graph, value: int) -> str:
+    """What a value without a name is known by in messages: the first operation that reads it."""
+    reader = next((o for o in graph.operations if value in o.inputs), None)
+    return "that it returns" if reader is None else f"read by {describe(reader)},"
+
+
+def made_by(graph: Graph, atom: Atom) -> str:
+    """What a value is called in messages: the operation that makes it."""
+    if isinstance(atom, Literal):
+        return f"a constant of shape {np.shape(atom.val)}"
+    maker = next((o for o in graph.operations if atom in o.outputs), None)
+    return "a weight or input" if maker is None else describe(maker)
 
 
 def loop_body(operation: Operation, name: str = "jaxpr") -> Graph:
@@ -364,21 +354,3 @@ def _renumbered(graph: Graph, operations: Sequence[Operation]) -> Graph:
         names=graph.names,
         out_tree=graph.out_tree,
     )
-
-
-def _same_atom(x: Atom, y: Atom) -> bool:
-    if isinstance(x, Literal) and isinstance(y, Literal):
-        return np.shape(x.val) == np.shape(y.val)
-    return not isinstance(x, Literal) and not isinstance(y, Literal) and x == y
-
-
-def _constant_difference(graph: Graph, other: Graph) -> str | None:
-    pairs = zip(graph.constants, other.constants, strict=False)
-    for i, (a, b) in enumerate(pairs):
-        if a is not b and not np.array_equal(np.asarray(a), np.asarray(b)):
-            if np.shape(a) == np.shape(b):
-                return f"the values of the captured array {i}, shape {np.shape(a)}, change"
-            return f"the captured array {i} changes from shape {np.shape(a)} to {np.shape(b)}"
-    if len(graph.constants) != len(other.constants):
-        return f"{len(graph.constants)} captured arrays become {len(other.constants)}"
-    return None

@@ -23,9 +23,10 @@ from pbjax.device import Device
 from pbjax.errors import DeviceError, FusionError, ModelError, PbjaxError
 from pbjax.fusion import Fusion, FusionReport, Hoisted, Selection, fuse, hoist, listed, verify
 from pbjax.graph.dataflow import signature
+from pbjax.graph.difference import difference
 from pbjax.graph.functional import Functional
 from pbjax.graph.source_lines import raising_line
-from pbjax.graph.trace import Atom, Aval, Graph, difference, evaluate, trace
+from pbjax.graph.trace import Atom, Aval, Graph, evaluate, trace
 
 # Programs of at least this size have the operations of every larger one; of one row they may not.
 PROBE_SIZE = 2

@@ -1,10 +1,12 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from pbjax.errors import ModelError
+from pbjax.batch_axes.propagation import SplitError
 from tests.row_truth import (
     BATCH,
     IDS,
@@ -284,11 +286,123 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 def test_function_that_mixes_rows_is_refused_by_the_operations_name(name):
     f, inputs, axes, operation = MIXING[name]
-    with pytest.raises(ModelError, match=operation) as raised:
+    with pytest.raises(SplitError, match=operation) as raised:
         analyse(f, inputs, axes)
     assert "\n" not in str(raised.value)
+    # Bodies that a library has jitted have no line of this file: that of the call is named.
+    assert re.search(r"\(test_mixing.py:\d+\)", raised.value.found)
+
+
+def clip_logits(x, y):
+    return x[:, 0] @ y[:, 0].T
+
+
+def sorted_experts(x, key):
+    """A dropless mixture of experts: tokens sorted by expert, one product for each group."""
+    ids = jnp.argmax(x[:, 0] + jax.random.normal(key, x[:, 0].shape), -1)
+    order = jnp.argsort(ids)
+    groups = jnp.bincount(ids, length=D)
+    y = lax.ragged_dot(x[order, 0], weight(D, D, D), groups)
+    return y[jnp.argsort(order)]
+
+
+def batch_mean_loss(x):
+    return jnp.mean(jnp.square(jnp.tanh(x)))
+
+
+@jax.custom_jvp
+def centred(x):
+    return x - x.mean(0, keepdims=True)
+
+
+@jax.custom_vjp
+def scaled(x):
+    return x / x.max()
+
+
+MIXED_WHOLE = {
+    "logits of two encoders": (clip_logits, (X, X), (0, 0), "dot_general"),
+    "noise for a router": (sorted_experts, (X, KEY), (0, None), "random_bits"),
+    "noise by an old key": (
+        sorted_experts,
+        (X, np.zeros(2, np.uint32)),
+        (0, None),
+        "random_bits",
+    ),
+    "rows sorted by a library": (lambda x: x[jnp.argsort(x[:, 0, 0])], (X,), (0,), "sort"),
+    "rows permuted": (lambda x: jax.random.permutation(KEY, x), (X,), (0,), "random_bits"),
+    "keys split for rows": (
+        lambda x: jax.vmap(jax.random.normal)(jax.random.split(KEY, len(x))),
+        (X,),
+        (0,),
+        "random_split",
+    ),
+    "experts in groups": (
+        lambda x, sizes: lax.ragged_dot(x[:, 0], weight(3, D, D), sizes),
+        (X, np.full(3, 2, np.int32)),
+        (0, None),
+        "ragged_dot_general",
+    ),
+    "mean loss": (batch_mean_loss, (X,), (0,), "reduce_sum"),
+    "custom jvp": (lambda x: centred(x), (X,), (0,), "reduce_sum"),
+    "custom vjp": (lambda x: scaled(x), (X,), (0,), "reduce_max"),
+    "jit in jit": (
+        jax.jit(lambda x: jax.jit(jnp.sort, static_argnums=1)(x, 0)),
+        (X,),
+        (0,),
+        "sort",
+    ),
+    "remat": (jax.checkpoint(lambda x: jnp.cumsum(x, 0)), (X,), (0,), "cumsum"),
+    "argsort in a scan": (
+        lambda x: lax.scan(lambda c, _: (c[jnp.argsort(c[:, 0, 0])], None), x, None, 2)[0],
+        (X,),
+        (0,),
+        "sort",
+    ),
+    "argsort in a while": (
+        lambda x: lax.while_loop(lambda y: y[0, 0, 0] < 0, lambda y: jnp.sort(y, axis=0), x),
+        (X,),
+        (0,),
+        "sort",
+    ),
+    "sort in a branch": (
+        lambda x, yes: lax.cond(yes, lambda x: jnp.sort(x, axis=0), lambda x: x, x),
+        (X, np.True_),
+        (0, None),
+        "sort",
+    ),
+}
+centred.defjvp(lambda primals, tangents: (centred(*primals), tangents[0]))
+scaled.defvjp(lambda x: (scaled(x), None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize("name", MIXED_WHOLE)
+def test_first_operation_that_mixes_is_named_with_the_line_that_calls_it(name):
+    f, inputs, axes, operation = MIXED_WHOLE[name]
+    with pytest.raises(SplitError) as raised:
+        analyse(f, inputs, axes)
+    assert re.match(rf"({operation})\b.* \(test_mixing.py:\d+\)", raised.value.found)
+    assert str(raised.value).count(";") >= 2
+
+
+def test_two_calls_of_one_jitted_function_have_lines_of_their_own():
+    """A library's function is traced once, and its first caller's line is not the second's."""
+
+    def first(x):
+        return jnp.argsort(x, axis=1)
+
+    def second(x):
+        return jnp.argsort(x.swapaxes(0, 1), axis=1)
+
+    analyse(first, [X[..., 0]], [0])
+    with pytest.raises(SplitError, match=rf"sort \(test_mixing.py:{line_of(second) + 1}\)"):
+        analyse(second, [X[..., 0]], [0])
+
+
+def line_of(function):
+    return function.__code__.co_firstlineno
 
 
 def test_refusal_names_the_line_of_the_model():
-    with pytest.raises(ModelError, match=r"reduce_sum in encoder/norm \(test_mixing.py:\d+\)"):
+    with pytest.raises(SplitError, match=r"reduce_sum in encoder/norm \(test_mixing.py:\d+\)"):
         analyse(jax.named_scope("encoder/norm")(running_norm), [X], [0])

@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from pallas_kernels.operation import PRIMITIVE
 from pallas_kernels.testing import assert_close
 from pbjax.fusion import listed, verify
-from pbjax.graph.trace import difference
+from pbjax.graph.difference import difference
 from tests.fusion_graphs import fused, kernels, run, traced
 from tests.user_models import LENGTHS, PADDING, B, D, H, N, S, normal, tokens
 

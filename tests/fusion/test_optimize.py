@@ -22,7 +22,7 @@ from pbjax.batch_axes.propagation import SplitError
 from pbjax.device import find_device
 from pbjax.errors import FusionError, InputError, PbjaxWarning
 from pbjax.fusion import fusing
-from pbjax.graph.trace import difference
+from pbjax.graph.difference import difference
 from pbjax.program import analysis
 from pbjax.program.analysis import analyse
 from tests import networks, user_models

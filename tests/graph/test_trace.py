@@ -9,10 +9,10 @@ from jax import lax
 from jax.extend.core import Literal
 
 from pbjax.errors import ModelError
+from pbjax.graph.difference import difference
 from pbjax.graph.trace import (
     body_graph,
     describe,
-    difference,
     evaluate,
     loop_body,
     scan_parts,
@@ -276,10 +276,13 @@ def test_traces_at_two_batch_sizes_differ_only_in_shapes(f):
         (lambda x: (jnp.sin(x), jnp.cos(x))[:: 1 if len(x) > 3 else -1], "output 0 changes"),
         (lambda x: (x, x)[: 1 + (len(x) > 3)], "1 outputs become 2"),
         (lambda x: (x, 1.0 if len(x) > 3 else x), "output 1 changes"),
-        (lambda x: x + jnp.asarray(np.ones((len(x), 1), np.float32)), "captured array 0 changes"),
+        (
+            lambda x: x + jnp.asarray(np.ones((len(x), 1), np.float32)),
+            r"captured array read by add \(test_trace.py:\d+\), changes",
+        ),
         (
             lambda x: x + jnp.asarray(np.full(3, len(x), np.float32)),
-            r"values of the captured array 0, shape \(3,\), change",
+            r"values of the captured array read by .*\(test_trace.py:\d+\), shape \(3,\), change",
         ),
     ],
 )
