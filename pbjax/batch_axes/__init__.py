@@ -1,1 +1,1 @@
-"""Where the batch lies in every value of a graph, or the operation that mixes its rows."""
+"""The place of the batch in every value of a graph, or the operation that mixes its rows."""

@@ -1,9 +1,9 @@
-"""How slices, gathers and scatters carry the rows of the batch, and what row numbers may do.
+"""Rules for slices, gathers and scatters, and for the numbers of rows that index them.
 
 Reading or writing at positions along the batch is allowed in one form: each row at its own number,
 as in x[jnp.arange(B), pos]. So the numbers are followed from iota through the steps by which
 jax.numpy makes index vectors of them, and any other use of a row number, or of the batch size as a
-number, is refused. The rules have the form of those in `batching_rules`.
+number, is refused. The rules have the form of those in `rules`.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import numpy as np
 
 from pbjax.batch_axes.layout import (
     Constant,
+    Content,
     Fact,
-    Kind,
     Layout,
     Rows,
     Step,
@@ -27,7 +27,7 @@ from pbjax.batch_axes.rules import RULES, Located, Rule
 
 
 def generate(step: Step) -> tuple[Fact, ...]:
-    """Facts of the outputs of an operation none of whose inputs has rows.
+    """Finds the facts of the outputs of an operation none of whose inputs has rows.
 
     Outputs whose shape does not change with the batch size are the same for all rows; only
     constants and row numbers may be made in the size of the batch.
@@ -46,9 +46,9 @@ def generate(step: Step) -> tuple[Fact, ...]:
     if primitive == "iota" and step.params["dimension"] == axis:
         if total != 1 or shape[axis] != step.batch_size:
             step.refuse(f"numbers {shape[axis]} entries through all rows, as data")
-        return (Layout(rows=Rows(axis=axis), kind=Kind.ROW_NUMBER),)
-    kind = Kind.UNIFORM if total > 1 and primitive != "tile" else Kind.DATA
-    return (Layout(rows=Rows(axis=axis, inner=total), kind=kind),)
+        return (Layout(rows=Rows(axis=axis), content=Content.ROW_NUMBER),)
+    content = Content.UNIFORM if total > 1 and primitive != "tile" else Content.DATA
+    return (Layout(rows=Rows(axis=axis, inner=total), content=content),)
 
 
 def fold(step: Step) -> tuple[Fact, ...] | None:
@@ -78,7 +78,7 @@ _FOLDED: Mapping[str, Callable] = {
 
 
 def plain(step: Step, fact: Fact) -> Layout | None:
-    """A fact as it may enter a loop or branch."""
+    """Returns a fact as it may enter a loop or branch, or refuses."""
     if isinstance(fact, Constant):
         if fact.varies:
             step.refuse("takes the batch size as a number")
@@ -92,11 +92,11 @@ def special(fact: Fact) -> bool:
     """Whether a fact is of a row number, or of a number that varies with the batch size."""
     if isinstance(fact, Constant):
         return fact.varies
-    return isinstance(fact, Layout) and fact.kind not in (Kind.DATA, Kind.UNIFORM)
+    return isinstance(fact, Layout) and fact.content not in (Content.DATA, Content.UNIFORM)
 
 
 def index_step(step: Step) -> tuple[Fact, ...] | None:
-    """Facts of the outputs where row numbers come in: all index arithmetic that is allowed.
+    """Finds the facts of outputs made of row numbers, by all index arithmetic that is allowed.
 
     Returns:
       None for gathers and scatters, which are left to their rules.
@@ -104,7 +104,7 @@ def index_step(step: Step) -> tuple[Fact, ...] | None:
     primitive = step.operation.primitive
     if primitive in _INDEXED:
         data = (0, 2) if len(step.facts) == 3 else (0,)
-        usable = _number(step.facts[1]) or _number(step.facts[1], Kind.INDICES)
+        usable = _number(step.facts[1]) or _number(step.facts[1], Content.INDICES)
         if usable and not any(special(step.facts[i]) for i in data):
             return None
     fact = _NUMBER_RULES.get(primitive, _refused)(step)
@@ -123,15 +123,15 @@ def _refused(step: Step) -> Fact:
     return None
 
 
-def _number(fact: Fact, kind: Kind = Kind.ROW_NUMBER) -> TypeGuard[Layout]:
-    return isinstance(fact, Layout) and fact.kind == kind
+def _number(fact: Fact, content: Content = Content.ROW_NUMBER) -> TypeGuard[Layout]:
+    return isinstance(fact, Layout) and fact.content == content
 
 
 def _is_negative(step: Step) -> Fact:
     left, right = step.facts
     zero = isinstance(right, Constant) and not right.varies and right.value == 0
     if _number(left) and zero:
-        return Layout(rows=left.rows, kind=Kind.FALSE)
+        return Layout(rows=left.rows, content=Content.FALSE)
     return None
 
 
@@ -141,14 +141,14 @@ def _shift(step: Step) -> Fact:
         if not right.varies:
             return left if right.value == 0 else None
         if right.value == step.batch_size and right.probe_value == step.probe_size:
-            return Layout(rows=left.rows, kind=Kind.SHIFTED_ROW_NUMBER)
+            return Layout(rows=left.rows, content=Content.SHIFTED_ROW_NUMBER)
     return None
 
 
 def _select(step: Step) -> Fact:
     """A select by a test that is known to fail takes its first case."""
     which, first = step.facts[:2]
-    return first if _number(which, Kind.FALSE) and _number(first) else None
+    return first if _number(which, Content.FALSE) and _number(first) else None
 
 
 def _keep(step: Step) -> Fact:
@@ -158,10 +158,10 @@ def _keep(step: Step) -> Fact:
 def _move(rule: str) -> Callable[[Step], Fact]:
     def number_rule(step: Step) -> Fact:
         fact = step.facts[0]
-        if not isinstance(fact, Layout) or fact.kind == Kind.INDICES:
+        if not isinstance(fact, Layout) or fact.content == Content.INDICES:
             return None
         (rows,) = RULES[rule](step, (fact.rows,))
-        return Layout(rows=rows, kind=fact.kind) if rows is not None else None
+        return Layout(rows=rows, content=fact.content) if rows is not None else None
 
     return number_rule
 
@@ -170,8 +170,8 @@ def _index_vectors(step: Step) -> Fact:
     """A concatenation along the last axis that puts row numbers beside other indices."""
     axis = step.params["dimension"]
     rows = join(step, tuple(f.rows if isinstance(f, Layout) else None for f in step.facts))
-    unusable = (Kind.SHIFTED_ROW_NUMBER, Kind.FALSE)
-    if any(isinstance(f, Layout) and f.kind in unusable for f in step.facts):
+    unusable = (Content.SHIFTED_ROW_NUMBER, Content.FALSE)
+    if any(isinstance(f, Layout) and f.content in unusable for f in step.facts):
         return None
     if axis != len(step.shapes[0]) - 1 or rows.axis == axis:
         return None
@@ -179,14 +179,14 @@ def _index_vectors(step: Step) -> Fact:
     for fact, shape in zip(step.facts, step.shapes, strict=True):
         columns |= {offset + column for column in _columns(fact, shape)}
         offset += shape[axis]
-    return Layout(rows=rows, kind=Kind.INDICES, columns=frozenset(columns))
+    return Layout(rows=rows, content=Content.INDICES, columns=frozenset(columns))
 
 
 def _columns(fact: Fact, shape: tuple[int, ...]) -> frozenset[int]:
     """The places along the last axis that hold row numbers."""
     if _number(fact):
         return frozenset(range(shape[-1]))
-    return fact.columns if _number(fact, Kind.INDICES) else frozenset()
+    return fact.columns if _number(fact, Content.INDICES) else frozenset()
 
 
 _NUMBER_RULES: Mapping[str, Callable[[Step], Fact]] = {

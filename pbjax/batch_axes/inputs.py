@@ -1,4 +1,4 @@
-"""Where the batch lies in the inputs of a call."""
+"""The place of the batch in the inputs of a call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ type _ArrayLike = Array | np.ndarray | jax.ShapeDtypeStruct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxes:
-    """Where the batch is in the inputs of a call.
+    """The place of the batch in the inputs of a call.
 
     Attributes:
       tree: Structure of the inputs.
@@ -113,7 +113,7 @@ def inputs_at(
     """The shapes of the inputs of a call with another batch size.
 
     Args:
-      batch: Where the batch is.
+      batch: The place of the batch in the inputs.
       leaves: Leaves of the example inputs.
       batch_size: Rows of that call.
     """

@@ -1,8 +1,8 @@
-"""What is known of a value while the rows of the batch are followed through a graph.
+"""The facts about a value while the rows of the batch are followed through a graph.
 
-Here are the facts about one value, and the step that one operation makes from the facts of its
-inputs to those of its outputs. The rules of the single primitives are in `batching_rules` and
-`batching_indexing`, the walk over the graph is in `batching`.
+A step is one operation, which leads from the facts of its inputs to those of its outputs. The rules
+of the single primitives are in `rules` and `indexing`, those of loops in `loops`, and the walk over
+the graph is in `propagation`.
 """
 
 import math
@@ -23,9 +23,9 @@ class SplitError(ModelError):
     """The batch cannot be split: an operation mixes its rows, or needs their number.
 
     Attributes:
-      found: Which operation it is, on which line of the model, and what it does.
-      advice: What is allowed, and what to do.
-      asked: What needs a split.
+      found: The operation with its line in the model, and its fault.
+      advice: The form that is allowed, and the way out.
+      asked: The request that needs a split.
     """
 
     def __init__(self, found: str, advice: str, asked: str = "split of the batch"):
@@ -40,14 +40,14 @@ class SplitError(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Where the rows of the batch lie in a value.
+    """The place of the batch's rows in a value.
 
     Along `axis`, index = (o * batch_size + row) * inner + i with o < outer and i < inner.
 
     Attributes:
       axis: The axis that the rows lie along.
-      outer: How many times the whole batch follows itself along the axis.
-      inner: How many neighbouring indices belong to one row.
+      outer: Number of times that the whole batch follows itself along the axis.
+      inner: Number of neighbouring indices that belong to one row.
     """
 
     axis: int
@@ -63,8 +63,8 @@ class Rows:
         return replace(self, axis=axis)
 
 
-class Kind(StrEnum):
-    """What a value that has rows holds."""
+class Content(StrEnum):
+    """The content of a value that has rows."""
 
     DATA = auto()
     UNIFORM = auto()
@@ -79,8 +79,8 @@ class Layout:
     """A value that has rows.
 
     Attributes:
-      rows: Where they lie.
-      kind: DATA depends on the row's own data. UNIFORM is constant along the axis, so that every
+      rows: The place of its rows.
+      content: DATA depends on the row's own data. UNIFORM is constant along the axis, so that every
         factorisation of its length is right. ROW_NUMBER holds each row's number, which only
         indexing may use; SHIFTED_ROW_NUMBER is that plus the batch size and FALSE the test whether
         it is negative, as they occur where negative indices are normalised. INDICES are index
@@ -89,7 +89,7 @@ class Layout:
     """
 
     rows: Rows
-    kind: Kind = Kind.DATA
+    content: Content = Content.DATA
     columns: frozenset[int] = frozenset()
 
 
@@ -110,7 +110,7 @@ type Fact = Layout | Constant | None
 
 
 def rows_of(fact: Fact) -> Rows | None:
-    """Where the rows of a value lie; None for one that has none."""
+    """Returns the place of a value's rows; None for a value without."""
     return fact.rows if isinstance(fact, Layout) else None
 
 
@@ -221,7 +221,7 @@ def scaling_axis(shape: Shape, twin_shape: Shape) -> int | None:
 
 
 def reshaped(rows: Rows, shape: Shape, new_shape: Shape, batch_size: int) -> Rows | None:
-    """Where the rows lie after a reshape; None where it merges them with what they hold."""
+    """Finds the rows after a reshape; None if it merges them with other axes."""
     before = math.prod(shape[: rows.axis]) * rows.outer
     after = math.prod(shape[rows.axis + 1 :]) * rows.inner
     for axis, size in enumerate(new_shape):

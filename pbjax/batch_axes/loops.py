@@ -1,4 +1,4 @@
-"""How loops, branches and kernels carry the rows of the batch: as their bodies do.
+"""Rules for loops, branches and kernels, which carry the rows of the batch as their bodies do.
 
 A rule takes the step and a function that follows the facts of a body's inputs to its results.
 """
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.batch_axes.indexing import plain
-from pbjax.batch_axes.layout import Fact, Kind, Layout, Rows, Step, rows_of
+from pbjax.batch_axes.layout import Content, Fact, Layout, Rows, Step, rows_of
 from pbjax.graph.trace import Graph, body_graph, scan_parts
 
 type Bodies = tuple[Graph, Graph]
@@ -17,15 +17,18 @@ type LoopRule = Callable[[Step, Follow], tuple[Fact, ...]]
 
 
 def _merged(step: Step, fact: Fact, other: Fact) -> Layout | None:
-    """What is known of a value that is one of two."""
+    """Returns the fact that holds for a value that is one of two."""
     first, second = plain(step, fact), plain(step, other)
     if first == second:
         return first
     if first is None or second is None:
         step.refuse("holds a value that has rows at one time and none at another")
-    if Kind.UNIFORM not in (first.kind, second.kind) or first.rows.axis != second.rows.axis:
+    if (
+        Content.UNIFORM not in (first.content, second.content)
+        or first.rows.axis != second.rows.axis
+    ):
         step.refuse("moves the rows of a value from one place to another")
-    return first if second.kind == Kind.UNIFORM else second
+    return first if second.content == Content.UNIFORM else second
 
 
 def _bodies(step: Step, name: str) -> Bodies:

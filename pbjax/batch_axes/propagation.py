@@ -1,9 +1,9 @@
-"""Where the rows of the batch lie in every value of a graph; models that mix rows are refused.
+"""The search for the batch's rows in every value of a graph; models that mix rows are refused.
 
 The graph is compared with a probe, the same function traced at another batch size: what changes
 between the two is the batch, whatever other axes happen to have its length. The walk here carries
-the rows from the inputs through every operation by the rules of `batching_rules` and
-`batching_indexing`, through loops and branches by their bodies. It computes and cuts nothing.
+the rows from the inputs through every operation by the rules of `rules`, `indexing` and `loops`.
+It computes and cuts nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 from pbjax.batch_axes.indexing import INDEXING_RULES, fold, generate, index_step, special
 from pbjax.batch_axes.layout import (
     Constant,
+    Content,
     Fact,
-    Kind,
     Layout,
     Rows,
     SplitError,
@@ -134,7 +134,7 @@ def _refuse_input(name: str, fact: Fact, sizes: str) -> Never:
 
 
 def _output(graph: Graph, number: int) -> str:
-    """What an output is called in messages."""
+    """Names an output in messages."""
     return f"output {number}, {made_by(graph, graph.outputs[number])},"
 
 
@@ -170,7 +170,7 @@ class _Walk:
     def read(
         self, env: Mapping[int, Fact], atom: Atom, twin: Atom, reader: Operation | None = None
     ) -> Fact:
-        """What is known of a value, or of a literal in the graph and in the probe."""
+        """Returns the fact about a value, or about a literal in the graph and in the probe."""
         if not isinstance(atom, Literal):
             return env[atom]
         assert isinstance(twin, Literal)
@@ -261,7 +261,7 @@ def _by_rule(step: Step) -> tuple[Fact, ...]:
     if rule is None:
         step.refuse("is an operation that pbjax does not know, and rows of the batch enter it")
     layouts = [fact for fact in step.facts if isinstance(fact, Layout)]
-    uniform = all(layout.kind == Kind.UNIFORM for layout in layouts)
+    uniform = all(layout.content == Content.UNIFORM for layout in layouts)
     try:
         outputs = _checked(step, rule(step, _located(step, layouts, outside=False)))
     except SplitError:
@@ -269,8 +269,8 @@ def _by_rule(step: Step) -> tuple[Fact, ...]:
             raise
         outputs = _checked(step, rule(step, _located(step, layouts, outside=True)))
     keeps = uniform and primitive not in ("concatenate", "dot_general", "reshape")
-    kind = Kind.UNIFORM if keeps else Kind.DATA
-    return tuple(None if rows is None else Layout(rows=rows, kind=kind) for rows in outputs)
+    content = Content.UNIFORM if keeps else Content.DATA
+    return tuple(None if rows is None else Layout(rows=rows, content=content) for rows in outputs)
 
 
 def _checked(step: Step, outputs: Located) -> Located:
@@ -281,10 +281,10 @@ def _checked(step: Step, outputs: Located) -> Located:
 
 def _located(step: Step, layouts: Sequence[Layout], outside: bool) -> Located:
     """Rows of every input, with the uniform ones factorised like the others."""
-    data = [layout.rows for layout in layouts if layout.kind != Kind.UNIFORM]
+    data = [layout.rows for layout in layouts if layout.content != Content.UNIFORM]
 
     def place(fact: Fact) -> Rows | None:
-        if not isinstance(fact, Layout) or fact.kind != Kind.UNIFORM:
+        if not isinstance(fact, Layout) or fact.content != Content.UNIFORM:
             return rows_of(fact)
         total = fact.rows.outer * fact.rows.inner
         for rows in data:

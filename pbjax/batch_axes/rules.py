@@ -1,8 +1,8 @@
-"""How each primitive carries the rows of the batch from its inputs to its outputs.
+"""Rules for primitives that carry the rows of the batch from their inputs to their outputs.
 
 A rule takes the step and where the rows of every input lie (None for inputs that are the same for
 all rows; at least one has rows), and returns where those of every output lie, or refuses. Slices,
-gathers and scatters are in `batching_indexing`, loops and branches in `batching`.
+gathers and scatters are in `indexing`, loops and branches in `loops`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +156,7 @@ def _dot_side(
     batch: Sequence[SupportsInt],
     rank: int,
 ) -> Rows | None:
-    """Where one operand's rows lie among the batch axes and its own free axes of the result."""
+    """Finds one operand's rows among the batch axes and its own free axes of the result."""
     if rows is None:
         return None
     if rows.axis in contracting:

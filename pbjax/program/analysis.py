@@ -1,8 +1,9 @@
-"""Everything about a model that needs no measurement: graph, classes, stages, outline.
+"""Everything about a model that needs no measurement: graph, classes, stages, summary.
 
-The model is traced at the whole batch and at two rows, and kernels take the place of what they can
-compute. That the graphs agree in all but shapes shows that one cutting serves every size; what
-differs in shape shows where the batch lies.
+The model is traced at the whole batch and at two rows, and kernels replace the operations that
+they can compute. One cutting serves every size if the graphs agree in all but shapes, and the
+shapes that differ show where the batch lies. A model that mixes the rows of its batch, or differs
+at two rows, is taken apart at the whole batch alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ class Analysis:
 
     Attributes:
       model: The model as a function.
-      batch: Where the batch is in the inputs.
+      batch: The place of the batch in the inputs.
       traced: The model as a graph at the whole batch; at PROBE_SIZE + 1 rows where a batch that can
         be split has fewer.
       probe: The model as a graph at PROBE_SIZE rows; `traced` itself where the batch cannot be
@@ -59,9 +60,9 @@ class Analysis:
       traced_at: The model as a graph at any batch size, not yet cut; traced once each. Where the
         batch cannot be split it raises the SplitError at all other sizes than the batch's.
       own_weights: Prepares the weights of the graph from the model's own params, once.
-      fusion: What fusion found.
-      device: Whose peak rates the labels are for.
-      split_error: Why the batch cannot be split; None if it can.
+      fusion: The matches of fusion.
+      device: The device whose peak rates the labels are for.
+      split_error: The error that says why the batch cannot be split; None if it can.
     """
 
     model: Functional
@@ -115,7 +116,7 @@ class Analysis:
         """Refuses a model whose batch cannot be split.
 
         Args:
-          asked: What needs a split, such as "optimize(split=(4, 4))".
+          asked: The request that needs a split, such as "optimize(split=(4, 4))".
 
         Raises:
           SplitError: The batch cannot be split; the message names the operation and its line.
@@ -139,11 +140,11 @@ def analyse(
     Args:
       model: An nnx module, a linen module or a callable.
       inputs: Example inputs of a call, or their shapes and dtypes.
-      device: Whose peak rates decide the resource classes.
-      variables: Of an unbound linen module.
-      batch_axes: Like in_axes of vmap: one axis or None, or a tuple with one entry per input, each
-        an axis, None, or a pytree of them.
-      fuse: What to replace by kernels; see `pbjax.optimize`.
+      device: The device whose peak rates decide the resource classes.
+      variables: The variables of an unbound linen module.
+      batch_axes: One axis or None, or a tuple with one entry per input, each an axis, None, or a
+        pytree of them, as in_axes of vmap.
+      fuse: The patterns to replace by kernels; see `pbjax.optimize`.
 
     Returns:
       The analysis; nothing has been run. A model that mixes the rows of its batch, or is another
@@ -283,7 +284,7 @@ def _alike(
 def _rows(
     seam: Functional, whole: TracedModel, small: TracedModel, size: int, batch: BatchAxes
 ) -> tuple[Rows | None, ...]:
-    """Where the rows of the batch lie in every value of the graph with kernels."""
+    """Finds the rows of the batch in every value of the graph with kernels."""
     try:
         check_alike(seam, whole, small, PROBE_SIZE)
         return find_rows(whole.graph, small.graph, size, PROBE_SIZE, batch.axes)
@@ -303,11 +304,11 @@ def _rows(
 def whole_batch(
     analysis: Analysis, *, plain: bool
 ) -> Callable[[Sequence[Array], Sequence[Array]], list[Array]]:
-    """The model on the whole batch: from weights and leaves of inputs to leaves of outputs.
+    """Makes the model's function from weights and leaves of inputs to leaves of outputs.
 
     Args:
-      analysis: The model; the weights are as its own.
-      plain: As it was given, even where fusion has put kernels into it.
+      analysis: The model; the function takes the whole batch, and weights like the model's own.
+      plain: Whether to run the model as it was given, even where fusion has put kernels into it.
     """
     tree = jax.tree.structure(analysis.model.params)
     num_params = tree.num_leaves

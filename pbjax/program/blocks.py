@@ -1,10 +1,10 @@
 """The repeated block of a graph: the operations that the layers of a network have in common.
 
-One template of operations in its own numbering, and how each of its N repetitions is fed: values
-shared by all, values carried from one repetition to the next, values that differ from one
-repetition to the next (the layer's weights), and results collected from each. A graph in which
-nothing repeats is one block with a single repetition. Where a graph repeats is found in
-`repetition`.
+A block is one template of operations in its own numbering, and the values that each of its N
+repetitions reads and returns, by the roles of a scan: consts that all read, a carry that each hands
+to the next, xs of which each reads its own (the layer's weights), and ys that each returns. A graph
+in which nothing repeats is one block with a single repetition. `repetition` finds where a graph
+repeats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ class Carry:
 
     Attributes:
       inner: Its number inside the block.
-      initial: What the first repetition reads, in the graph's numbering.
-      result: What the repetition hands on, in the block's numbering.
-      final: The number in the graph of what the last repetition hands on.
+      initial: The value that the first repetition reads, in the graph's numbering.
+      result: The value that a repetition hands on, in the block's numbering.
+      final: The number in the graph of the value that the last repetition hands on.
     """
 
     inner: int
@@ -35,7 +35,7 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class Const:
     """A value that every repetition reads.
 
     Attributes:
@@ -49,7 +49,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
-    """A value of which each repetition reads its own, from an array stacked along a leading axis.
+    """An x: each repetition reads its own, from an array stacked along a leading axis.
 
     Attributes:
       inner: Its number inside the block.
@@ -62,7 +62,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """A value of which each repetition reads its own, and which stand apart in the graph.
+    """An x: each repetition reads its own, which stand apart in the graph.
 
     Attributes:
       inner: Its number inside the block.
@@ -75,10 +75,10 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """A result of each repetition that is read after the block.
+    """A y: a result of each repetition that is read after the block.
 
     Attributes:
-      inner: What it is inside the block.
+      inner: The value inside the block.
       outer: N values in the graph, or the one that stacks them along a leading axis.
     """
 
@@ -94,19 +94,19 @@ class Block:
       operations: The template, in the block's own numbering of values.
       avals: Shape and dtype of the block's values.
       count: N, the number of repetitions.
-      shared: Values that every repetition reads.
-      carries: Values handed from repetition to repetition.
-      per_block: Values of which each repetition reads its own: the weights of a layer.
-      collected: Results of each repetition that are read after the block.
+      consts: Values that every repetition reads.
+      carry: Values handed from repetition to repetition.
+      xs: Values of which each repetition reads its own: the weights of a layer.
+      ys: Results of each repetition that are read after the block.
     """
 
     operations: tuple[Operation, ...]
     avals: tuple[Aval, ...]
     count: int
-    shared: tuple[Shared, ...]
-    carries: tuple[Carry, ...]
-    per_block: tuple[Stacked | Apart, ...]
-    collected: tuple[Collected, ...]
+    consts: tuple[Const, ...]
+    carry: tuple[Carry, ...]
+    xs: tuple[Stacked | Apart, ...]
+    ys: tuple[Collected, ...]
 
 
 def extract_block(graph: Graph, repetition: Repetition) -> Block:
@@ -121,31 +121,31 @@ def extract_block(graph: Graph, repetition: Repetition) -> Block:
 
 def _unrolled_block(graph: Graph, repetition: Repetition, links: ScanLinks) -> Block:
     runs = runs_of(graph, repetition)
-    shared = [(atom,) * len(runs) for atom in links.shared]
-    leaves = [*shared, *links.carried, *links.per_block]
+    consts = [(atom,) * len(runs) for atom in links.consts]
+    leaves = [*consts, *links.carry, *links.xs]
     numbers = {atoms: i for i, atoms in enumerate(leaves)}
     avals = [_aval(graph, atoms) for atoms in leaves]
     for values in aligned(runs, lambda operation: operation.outputs):
         numbers[values] = len(avals)
         avals.append(_aval(graph, values))
     template = _template(runs, numbers)
-    carries = tuple(
+    carry = tuple(
         Carry(
             inner=numbers[atoms],
             initial=atoms[0],
             result=template[k].outputs[m],
             final=runs[-1][k].outputs[m],
         )
-        for atoms, (k, m) in links.carried.items()
+        for atoms, (k, m) in links.carry.items()
     )
     return Block(
         operations=template,
         avals=tuple(avals),
         count=len(runs),
-        shared=tuple(Shared(inner=i, outer=atom) for i, atom in enumerate(links.shared)),
-        carries=carries,
-        per_block=tuple(Apart(inner=numbers[atoms], outer=atoms) for atoms in links.per_block),
-        collected=_collected(graph, repetition, template, {c.final for c in carries}),
+        consts=tuple(Const(inner=i, outer=atom) for i, atom in enumerate(links.consts)),
+        carry=carry,
+        xs=tuple(Apart(inner=numbers[atoms], outer=atoms) for atoms in links.xs),
+        ys=_collected(graph, repetition, template, {c.final for c in carry}),
     )
 
 
@@ -159,7 +159,7 @@ def _template(
 ) -> tuple[Operation, ...]:
     """The first run in the numbering of the block.
 
-    A value is known by its counterparts in all runs: what the first run reads does not tell whether
+    A value is known by its counterparts in all runs: the first run alone does not tell whether
     later runs read the same value or their own.
     """
     return tuple(
@@ -181,7 +181,7 @@ def _template(
 def _collected(
     graph: Graph, repetition: Repetition, template: Sequence[Operation], finals: set[int]
 ) -> tuple[Collected, ...]:
-    """Results that something after the block reads, apart from what the last repetition carries."""
+    """Results that are read after the block, apart from the carry of the last repetition."""
     after = graph.operations[repetition.end :]
     atoms = (*graph.outputs, *(atom for operation in after for atom in operation.inputs))
     read_after = {atom for atom in atoms if isinstance(atom, int)} - finals
@@ -195,19 +195,19 @@ def _collected(
 
 def _scanned_block(graph: Graph, operation: Operation) -> Block:
     body, parts = loop_body(operation), scan_parts(operation)
-    captured = [Shared(inner=i, outer=Literal(c, body.avals[i])) for i, c in _captured(body)]
+    captured = [Const(inner=i, outer=Literal(c, body.avals[i])) for i, c in _captured(body)]
     leaves = iter(body.inputs)
-    shared = tuple(Shared(inner=next(leaves), outer=atom) for atom in parts.consts)
+    consts = tuple(Const(inner=next(leaves), outer=atom) for atom in parts.consts)
     inner_carry = [next(leaves) for _ in parts.carry]
-    per_block = tuple(Stacked(inner=next(leaves), outer=atom) for atom in parts.xs)
+    xs = tuple(Stacked(inner=next(leaves), outer=atom) for atom in parts.xs)
     results = body.outputs
-    carries = tuple(
+    carry = tuple(
         Carry(inner=inner, initial=initial, result=result, final=final)
         for inner, initial, result, final in zip(
             inner_carry, parts.carry, results[: len(parts.carry)], parts.carry_out, strict=True
         )
     )
-    collected = tuple(
+    ys = tuple(
         Collected(inner=inner, outer=outer)
         for inner, outer in zip(results[len(parts.carry) :], parts.ys, strict=True)
     )
@@ -215,10 +215,10 @@ def _scanned_block(graph: Graph, operation: Operation) -> Block:
         operations=body.operations,
         avals=body.avals,
         count=operation.params["length"],
-        shared=(*captured, *shared),
-        carries=carries,
-        per_block=per_block,
-        collected=collected,
+        consts=(*captured, *consts),
+        carry=carry,
+        xs=xs,
+        ys=ys,
     )
 
 

@@ -1,7 +1,7 @@
 """Predicted seconds and memory of operations as a compiler runs them: elementwise chains fused.
 
-`classify` takes operations one by one; here a value between two links of a chain costs nothing,
-which is what decides where a block is worth cutting.
+`classify` takes operations one by one; here a value between two operations of a chain costs
+nothing, which decides where a block is worth cutting.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -53,9 +53,9 @@ def fused_seconds(
 ) -> list[float]:
     """Predicted seconds of each operation, with chains of elementwise operations fused.
 
-    A link of a chain is charged for the values that must be in memory: those that come from
+    An operation of a chain is charged for the values that must be in memory: those that come from
     outside or from a kernel, once each, and those that a kernel or the outside reads. Kernels, and
-    links that arithmetic bounds, take their roofline time.
+    operations that arithmetic bounds, take their roofline time.
 
     Args:
       operations: In program order.
@@ -91,8 +91,8 @@ def held_bytes(
 ) -> list[int]:
     """Bytes in memory while each operation runs, with chains of elementwise operations fused.
 
-    Only what a kernel reads or writes, what is given and what is needed is ever in memory. A chain
-    runs where its last link is, and what it reads is kept until then.
+    Only values that a kernel reads or writes, that are given or that are needed are ever in memory.
+    A chain runs at its last operation, and the values that it reads are kept until then.
 
     Args:
       operations: In program order.
@@ -121,7 +121,7 @@ def held_bytes(
 
 
 def _roots(operations: Sequence[Operation]) -> dict[int, int]:
-    """What each value that is another's bytes under another shape is made of."""
+    """Maps each value that is another's bytes under another shape to that other value."""
     roots: dict[int, int] = {}
     for operation in operations:
         source = operation.inputs[0] if operation.primitive in VIEWS else None

@@ -1,4 +1,4 @@
-"""Where the operations of a graph repeat.
+"""The search for operations of a graph that repeat.
 
 A network of N equal layers traces into N equal runs of operations (Python loop) or into one scan.
 Runs are found by structure alone, so names and scopes of the user's model do not matter. What the
@@ -20,7 +20,7 @@ MIN_COVERAGE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Where the block is: `count` runs of `period` operations from position `start`.
+    """The place of the block: `count` runs of `period` operations from position `start`.
 
     Attributes:
       scanned: The block is the body of the scan at `start`; the period is then 1.
@@ -42,7 +42,7 @@ def find_repetition(graph: Graph, seconds: Sequence[float], probe: Graph) -> Rep
 
     Args:
       graph: A traced function.
-      seconds: The predicted time of each operation: what a stretch is worth.
+      seconds: The predicted time of each operation, by which stretches are compared.
       probe: The function traced at another batch size.
 
     Returns:
@@ -102,7 +102,7 @@ def _candidates(signatures: np.ndarray, worth: np.ndarray) -> list[tuple[int, in
 
 
 def _best_rotation(graph: Graph, start: int, period: int, length: int) -> Repetition | None:
-    """Of the places where the runs may begin, the valid one across which the fewest bytes live."""
+    """Finds the valid start of the runs across which the fewest bytes live."""
     crossing = live_bytes(graph.operations, graph.avals, graph.outputs)
     for count in range(length // period, 1, -1):
         begins = range(start, start + length - count * period + 1)
@@ -122,11 +122,17 @@ def _same_scope(graph: Graph, position: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScanLinks:
-    """How the values that the repetitions read from outside go together: N atoms for each."""
+    """The values that N repetitions read from outside, by the roles that they have in a scan.
 
-    shared: tuple[Atom, ...]
-    carried: dict[tuple[Atom, ...], tuple[int, int]]
-    per_block: tuple[tuple[Atom, ...], ...]
+    Attributes:
+      consts: Values that every repetition reads.
+      carry: N atoms for each value handed on, with its place (operation, output) in a repetition.
+      xs: N atoms for each value of which every repetition reads its own.
+    """
+
+    consts: tuple[Atom, ...]
+    carry: dict[tuple[Atom, ...], tuple[int, int]]
+    xs: tuple[tuple[Atom, ...], ...]
 
 
 def match_runs(graph: Graph, repetition: Repetition) -> ScanLinks | None:
@@ -136,9 +142,9 @@ def match_runs(graph: Graph, repetition: Repetition) -> ScanLinks | None:
         {v: (k, m) for k, operation in enumerate(run) for m, v in enumerate(operation.outputs)}
         for run in runs
     ]
-    shared: dict[Atom, None] = {}
-    carried: dict[tuple[Atom, ...], tuple[int, int]] = {}
-    per_block: dict[tuple[Atom, ...], None] = {}
+    consts: dict[Atom, None] = {}
+    carry: dict[tuple[Atom, ...], tuple[int, int]] = {}
+    xs: dict[tuple[Atom, ...], None] = {}
     for atoms in aligned(runs, lambda operation: operation.inputs):
         if isinstance(atoms[0], Literal):
             continue
@@ -147,15 +153,15 @@ def match_runs(graph: Graph, repetition: Repetition) -> ScanLinks | None:
             if len(set(inside)) > 1:
                 return None
         elif len(set(atoms)) == 1 and not any(atoms[0] in place for place in places):
-            shared[atoms[0]] = None
+            consts[atoms[0]] = None
         elif not any(atom in place for atom in atoms for place in places):
-            per_block[atoms] = None
+            xs[atoms] = None
         else:
             before = _from_previous(places, atoms)
             if before is None:
                 return None
-            carried[atoms] = before
-    return ScanLinks(tuple(shared), carried, tuple(per_block))
+            carry[atoms] = before
+    return ScanLinks(tuple(consts), carry, tuple(xs))
 
 
 def _place(places: dict[int, tuple[int, int]], atom: Atom) -> tuple[int, int] | None:

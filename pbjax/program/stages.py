@@ -1,9 +1,9 @@
 """From a graph to a program: prologue, N repetitions of a block cut into stages, epilogue.
 
 A stage is a contiguous group of operations with one resource class, the unit that is measured and
-scheduled. Where to cut is decided once (`cut`), on the graph of the whole batch; `build` applies
-the decision to the same function traced at any batch size. Which block repeats is found in
-`blocks`; how stages are run is in `execution`.
+scheduled. `cut` decides once where to cut, on the graph of the whole batch; `build` applies the
+decision to the same function traced at any batch size. `repetition` finds the block that repeats,
+and `execution` runs the stages.
 """
 
 import hashlib
@@ -49,14 +49,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
-    """Where a graph is cut; holds for the same function traced at any batch size.
+    """The cuts of a graph, which hold for the same function traced at any batch size.
 
     Attributes:
-      repetition: Where the block is.
+      repetition: The place of the block.
       starts: Position in the block at which each stage begins.
-      names: Of the stages.
-      resources: Of the stages.
-      ends: Resource class of prologue and epilogue.
+      names: Names of the stages.
+      resources: Resource classes of the stages.
+      ends: Resource classes of prologue and epilogue.
     """
 
     repetition: Repetition
@@ -72,7 +72,7 @@ class Program:
 
     Attributes:
       graph: The graph it was cut from.
-      block: What repeats.
+      block: The operations that repeat.
       stages: The stages of the block.
       prologue: Everything before the block; None if there is nothing.
       epilogue: Everything after it; None if there is nothing.
@@ -92,7 +92,7 @@ class Program:
         """
         needed = {a for s in self.stages[stage:] for a in s.reads} | _results(self.block)
         written = {value for s in self.stages[:stage] for value in s.writes}
-        carried = {carry.inner for carry in self.block.carries}
+        carried = {carry.inner for carry in self.block.carry}
         return tuple(sorted(needed & (written | carried)))
 
 
@@ -139,7 +139,7 @@ def build(graph: Graph, cutting: Cutting) -> Program:
 
     Args:
       graph: The same function, traced at any batch size.
-      cutting: Where to cut.
+      cutting: The cuts.
 
     Returns:
       The program.
@@ -202,7 +202,7 @@ def _cheapest_starts(block: Block, labels: Sequence[Label], device: Device) -> t
     whole = float(sums[:, -1].sum())
 
     def costs(end: int) -> np.ndarray:
-        """Of a last stage from each earlier position up to end."""
+        """Seconds that a last stage from each earlier position up to end costs."""
         spent = sums[:, end : end + 1] - sums[:, :end]
         foreign = spent.sum(axis=0) - spent.max(axis=0)
         boundary = 2 * np.array(crossing[:end]) / device.memory_bytes_per_s
@@ -219,9 +219,9 @@ def _cheapest_path(
     """Begins of the contiguous pieces of 0 .. count whose costs add up to the least.
 
     Args:
-      count: Where the last piece ends.
-      costs: For an end, the cost of a piece from each position before it.
-      min_pieces: How many pieces there must be at least.
+      count: Position at which the last piece ends.
+      costs: A function from an end to the cost of a piece from each position before it.
+      min_pieces: Least number of pieces.
     """
     best = np.full((min_pieces + 1, count + 1), np.inf)
     best[0, 0] = 0.0
@@ -255,7 +255,7 @@ def _names(
 ) -> tuple[str, ...]:
     """Names stages after the innermost scope in which most of their FLOPs are.
 
-    Not after most of their operations: a norm has more of these than the product that it feeds.
+    FLOPs count rather than operations: a norm has more of these than the product that it feeds.
     """
     work = [_work(operations) for operations in pieces]
     known = [path for found in work for path in found if path]
@@ -311,8 +311,8 @@ def _values(atoms: Sequence[Atom]) -> set[int]:
 
 def _results(block: Block) -> set[int]:
     """Values of the block that are needed after a repetition."""
-    carried = [carry.result for carry in block.carries]
-    return _values([*carried, *(link.inner for link in block.collected)])
+    carried = [carry.result for carry in block.carry]
+    return _values([*carried, *(y.inner for y in block.ys)])
 
 
 def _dataflow(operations: Sequence[Operation], avals: Sequence[Aval]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A program as plain data: what prediction and search have to know about its stages.
+"""A program as plain data: the facts about its stages that prediction and search need.
 
 Weights, and whatever else has one shape at every batch size, are told apart from rows of the batch
 by a second program: the same function at another batch size.
@@ -12,7 +12,7 @@ from pbjax.graph.cost import equation_cost
 from pbjax.graph.dataflow import nbytes
 from pbjax.graph.trace import Atom, Aval, Operation
 from pbjax.planning.program_summary import ProgramSummary, StageInfo
-from pbjax.program.blocks import Apart, Shared, Stacked
+from pbjax.program.blocks import Apart, Const, Stacked
 from pbjax.program.fused_costs import KERNELS, held_bytes
 from pbjax.program.stages import Program, Stage, stage_fingerprint
 
@@ -68,7 +68,7 @@ def summary(program: Program, probe: Program | None, batch_size: int) -> Program
         stacked_weight_bytes=sum(nbytes(graph.avals[value]) for value in _stacked(program)),
         input_bytes_per_row=sum(rows[value] for value in graph.inputs) / batch_size,
         output_bytes_per_row=sum(rows[value] for value in outputs) / batch_size,
-        carried_bytes_per_row=sum(rows_inside[c.inner] for c in block.carries) / batch_size,
+        carried_bytes_per_row=sum(rows_inside[c.inner] for c in block.carry) / batch_size,
         waiting_bytes_per_row=_waiting(program, between, rows_inside) / batch_size,
     )
 
@@ -88,14 +88,12 @@ def _activations(program: Program) -> tuple[list[int], list[int]]:
     graph, block = program.graph, program.block
     entered = _entered(graph.operations, set(graph.inputs))
 
-    def outside(link: Shared | Stacked | Apart) -> bool:
-        atoms = link.outer if isinstance(link, Apart) else (link.outer,)
+    def outside(value: Const | Stacked | Apart) -> bool:
+        atoms = value.outer if isinstance(value, Apart) else (value.outer,)
         return not entered.isdisjoint(_numbers(atoms))
 
-    leaves = {link.inner for link in (*block.shared, *block.per_block) if outside(link)}
-    leaves |= {
-        c.inner for c in block.carries if entered.intersection(_numbers([c.initial, c.final]))
-    }
+    leaves = {value.inner for value in (*block.consts, *block.xs) if outside(value)}
+    leaves |= {c.inner for c in block.carry if entered.intersection(_numbers([c.initial, c.final]))}
     inside = _entered(block.operations, leaves)
     inner = [nbytes(aval) if v in inside else 0 for v, aval in enumerate(block.avals)]
     return inner, [nbytes(aval) if v in entered else 0 for v, aval in enumerate(graph.avals)]
@@ -118,8 +116,8 @@ def _held_at_end(stage: Stage, sizes: Sequence[int]) -> int:
 def _held_in_block(program: Program, sizes: Sequence[int]) -> list[int]:
     """Bytes of the block's values in memory while each of its stages runs, at most."""
     block = program.block
-    results = [*(carry.result for carry in block.carries), *(c.inner for c in block.collected)]
-    carried = [carry.inner for carry in block.carries]
+    results = [*(carry.result for carry in block.carry), *(y.inner for y in block.ys)]
+    carried = [carry.inner for carry in block.carry]
     held = held_bytes(block.operations, sizes, _numbers(results), carried)
     starts = [0]
     for stage in program.stages:
@@ -128,7 +126,7 @@ def _held_in_block(program: Program, sizes: Sequence[int]) -> list[int]:
 
 
 def _waiting(program: Program, sizes: Sequence[int], inner: Sequence[int]) -> int:
-    """Bytes that all blocks read, that the epilogue waits for, and that blocks leave for it.
+    """Bytes that all blocks read, that the epilogue waits for, or that blocks leave for it.
 
     Args:
       program: The program.
@@ -138,15 +136,15 @@ def _waiting(program: Program, sizes: Sequence[int], inner: Sequence[int]) -> in
     block = program.block
     before = set(program.prologue.writes if program.prologue else ())
     later = set(program.epilogue.reads if program.epilogue else ())
-    kept = before & (later | set(_numbers(link.outer for link in block.shared)))
-    left = sum(inner[value] for value in _numbers(link.inner for link in block.collected))
+    kept = before & (later | set(_numbers(const.outer for const in block.consts)))
+    left = sum(inner[value] for value in _numbers(y.inner for y in block.ys))
     return sum(sizes[value] for value in kept) + block.count * left
 
 
 def _stacked(program: Program) -> set[int]:
-    """The weights of which each block has its own: a split program stacks them."""
+    """The weights that each block has its own of, which a split program stacks."""
     weights = program.graph.weights
-    apart = [link.outer for link in program.block.per_block if isinstance(link, Apart)]
+    apart = [x.outer for x in program.block.xs if isinstance(x, Apart)]
     ours = [outer for outer in apart if all(isinstance(a, int) and a in weights for a in outer)]
     return {value for outer in ours for value in _numbers(outer)}
 

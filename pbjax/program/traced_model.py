@@ -1,4 +1,4 @@
-"""The model as a graph at any batch size, with kernels in place of what they can compute.
+"""The model as a graph at any batch size, with kernels for the operations that they can compute.
 
 A graph that calls kernels is made for a Hopper GPU; on a CPU it computes the same in plain JAX.
 """
@@ -31,7 +31,7 @@ from pbjax.graph.trace import Atom, Aval, Graph, evaluate, trace
 # Programs of at least this size have the operations of every larger one; of one row they may not.
 PROBE_SIZE = 2
 
-# What kernels are made for where there is no GPU.
+# The device that kernels are made for where there is no GPU.
 HOPPER_KIND = "NVIDIA H200"
 
 
@@ -40,10 +40,11 @@ class TracedModel:
     """The model as a graph at one batch size.
 
     Attributes:
-      graph: What runs. Its weights are the params, then prepared ones, then captured arrays.
-      fusion: What was found; None where nothing was looked for.
-      hoisted: What prepares weights; None where the graph is the model's own.
-      reason: Why nothing was looked for; empty if something was.
+      graph: The graph that runs; its weights are the params, then prepared ones, then captured
+        arrays.
+      fusion: The matches that were found; None where none were looked for.
+      hoisted: The preparation of weights; None where the graph is the model's own.
+      reason: The reason why no matches were looked for; empty if they were.
     """
 
     graph: Graph
@@ -70,7 +71,7 @@ class TracedModel:
         return tuple(weight for weight in graph.weights if weight in atoms)
 
     def shares_weights(self, other: "TracedModel") -> bool:
-        """Whether the same weights serve both graphs, as but for one row they always do."""
+        """Whether the same weights serve both graphs: always, but for a graph of one row."""
         if self.hoisted is None or other.hoisted is None:
             return self.hoisted is other.hoisted
         a, b = self.hoisted.preparation, other.hoisted.preparation
@@ -89,7 +90,7 @@ class TracedModel:
         """Outputs of the graph, flattened.
 
         Args:
-          weights: What `pack` returned.
+          weights: The weights that `pack` returned.
           leaves: Leaves of the inputs.
         """
         env = dict(zip((*self.read, *self.graph.inputs), (*weights, *leaves), strict=True))
@@ -106,7 +107,7 @@ class TracedModel:
             verify(self.fusion)
 
     def report(self) -> FusionReport:
-        """What was found, or why nothing was looked for."""
+        """The report on what was found, or on why nothing was looked for."""
         if self.fusion is None:
             return FusionReport(reason=self.reason)
         return listed(self.fusion, len(self.graph.operations))
@@ -127,8 +128,8 @@ def make_tracer(
     Args:
       seam: The model.
       inputs_at: Shapes of the inputs at a batch size.
-      selection: What to replace by kernels.
-      device: What programs are for.
+      selection: The patterns to replace by kernels.
+      device: The device that programs are for.
       batch_size: Rows of the example.
 
     Raises:
@@ -265,7 +266,7 @@ def _mesh(kind: str) -> AbstractMesh:
 
 @contextmanager
 def translated(seam: Functional, batch_size: int) -> Generator[None]:
-    """Makes what a model raises when it is traced an error of ours."""
+    """Turns an error that a model raises when it is traced into a ModelError."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -280,7 +281,7 @@ def translated(seam: Functional, batch_size: int) -> Generator[None]:
 
 @contextmanager
 def _needing_its_size(seam: Functional, batch_size: int) -> Generator[None]:
-    """Makes what a model raises at another batch size than the example's a reason not to split."""
+    """Turns an error that a model raises at another size than the example's into a SplitError."""
     try:
         yield
     except Exception as error:

@@ -89,7 +89,7 @@ class WeightLayout:
     def of(program: Program) -> "WeightLayout":
         """The layout for a program; every weight that it reads appears once."""
         weights = program.graph.weights
-        apart = [x for x in program.block.per_block if isinstance(x, Apart)]
+        apart = [x for x in program.block.xs if isinstance(x, Apart)]
         stacked = tuple(
             x for x in apart if all(isinstance(a, int) and a in weights for a in x.outer)
         )
@@ -110,9 +110,9 @@ class WeightLayout:
 def _read_outside(program: Program, stacked: Sequence[Apart]) -> set[int]:
     """Values of the graph that are read in another role than that of a stacked weight."""
     block = program.block
-    atoms: list[Atom] = [*program.graph.outputs, *(const.outer for const in block.shared)]
-    atoms += [carry.initial for carry in block.carries]
-    for x in block.per_block:
+    atoms: list[Atom] = [*program.graph.outputs, *(const.outer for const in block.consts)]
+    atoms += [carry.initial for carry in block.carry]
+    for x in block.xs:
         if x not in stacked:
             atoms += x.outer if isinstance(x, Apart) else [x.outer]
     for stage in (program.prologue, program.epilogue):
@@ -141,8 +141,8 @@ class SubBatchState:
         self.program = program
         self.outer = dict(outer)
         self.live: dict[int, Array] = {}
-        self.collected: list[list[Array]] = [[] for _ in program.block.collected]
-        self._shared = {const.inner: const.outer for const in program.block.shared}
+        self.collected: list[list[Array]] = [[] for _ in program.block.ys]
+        self._shared = {const.inner: const.outer for const in program.block.consts}
         self._per_block = dict(per_block)
         self._runner = runner
         if program.prologue is None:
@@ -181,9 +181,9 @@ class SubBatchState:
 
     def leave_block(self) -> None:
         """Hands the block's results to the graph around it, after all repetitions have run."""
-        for carry in self.program.block.carries:
+        for carry in self.program.block.carry:
             self.outer[carry.final] = self.live[carry.inner]
-        for y, pieces in zip(self.program.block.collected, self.collected, strict=True):
+        for y, pieces in zip(self.program.block.ys, self.collected, strict=True):
             joined = lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
             if isinstance(y.outer, int):
                 self.outer[y.outer] = joined
@@ -196,10 +196,10 @@ class SubBatchState:
 
     def _enter_block(self) -> None:
         block = self.program.block
-        for x in block.per_block:
+        for x in block.xs:
             if x.inner not in self._per_block:
                 self._per_block[x.inner] = self._stack(x)
-        self.live = {carry.inner: self._atom(carry.initial) for carry in block.carries}
+        self.live = {carry.inner: self._atom(carry.initial) for carry in block.carry}
 
     def _stack(self, x: Stacked | Apart) -> Array:
         if isinstance(x, Stacked):
@@ -216,11 +216,11 @@ class SubBatchState:
         stage = self.program.stages[index]
         args = [self._inner(value, block) for value in stage.reads]
         self.live.update(zip(stage.writes, self._runner(stage, args), strict=True))
-        for y, pieces in zip(self.program.block.collected, self.collected, strict=True):
+        for y, pieces in zip(self.program.block.ys, self.collected, strict=True):
             if self._collected_at(y) == index:
                 pieces.append(jnp.expand_dims(self._inner(y.inner, block), 0))
         if index == len(self.program.stages) - 1:
-            carries = self.program.block.carries
+            carries = self.program.block.carry
             self.live = {carry.inner: self._inner(carry.result, block) for carry in carries}
 
     def _collected_at(self, y: Collected) -> int:

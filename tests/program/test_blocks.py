@@ -40,21 +40,21 @@ def outputs_through_the_block(graph, repetition, block, inputs):
     env.update(zip(graph.inputs, inputs, strict=True))
     read = lambda env, atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
     evaluate(graph.operations[: repetition.start], env)
-    carried = {carry.inner: read(env, carry.initial) for carry in block.carries}
-    collected = [[] for _ in block.collected]
+    carried = {carry.inner: read(env, carry.initial) for carry in block.carry}
+    collected = [[] for _ in block.ys]
     for k in range(block.count):
         inner = dict(carried)
-        inner |= {link.inner: read(env, link.outer) for link in block.shared}
-        for link in block.per_block:
+        inner |= {link.inner: read(env, link.outer) for link in block.consts}
+        for link in block.xs:
             apart = isinstance(link, Apart)
             inner[link.inner] = read(env, link.outer[k]) if apart else read(env, link.outer)[k]
         inner = {value: jnp.asarray(x) for value, x in inner.items()}
         evaluate(block.operations, inner)
-        for pieces, link in zip(collected, block.collected, strict=True):
+        for pieces, link in zip(collected, block.ys, strict=True):
             pieces.append(read(inner, link.inner))
-        carried = {carry.inner: read(inner, carry.result) for carry in block.carries}
-    env |= {carry.final: carried[carry.inner] for carry in block.carries}
-    for pieces, link in zip(collected, block.collected, strict=True):
+        carried = {carry.inner: read(inner, carry.result) for carry in block.carry}
+    env |= {carry.final: carried[carry.inner] for carry in block.carry}
+    for pieces, link in zip(collected, block.ys, strict=True):
         many = not isinstance(link.outer, int)
         env |= (
             dict(zip(link.outer, pieces, strict=True)) if many else {link.outer: jnp.stack(pieces)}
@@ -78,7 +78,7 @@ def test_layers_of_a_loop_are_found(num_layers):
     block = check_equivalent(layers(num_layers, lambda x, w: jnp.tanh(x @ w) + x), normal(9, 4, D))
     assert block.count == num_layers
     assert len(block.operations) == 3
-    (link,) = block.per_block
+    (link,) = block.xs
     assert isinstance(link, Apart)
     assert len(set(link.outer)) == num_layers
 
@@ -96,8 +96,8 @@ def test_names_do_not_matter():
 def test_weight_of_all_layers_is_shared():
     block = check_equivalent(layers(4, lambda x, _: jnp.tanh(x @ W) + x), normal(9, 4, D))
     assert block.count == 4
-    assert not block.per_block
-    assert len(block.shared) == 1
+    assert not block.xs
+    assert len(block.consts) == 1
 
 
 def test_input_read_by_every_layer_is_shared():
@@ -108,7 +108,7 @@ def test_input_read_by_every_layer_is_shared():
 
     block = check_equivalent(model, normal(9, 4, D), normal(8, 4, D))
     assert block.count == 4
-    assert len(block.shared) == 1
+    assert len(block.consts) == 1
 
 
 def test_two_values_carried_from_layer_to_layer():
@@ -119,7 +119,7 @@ def test_two_values_carried_from_layer_to_layer():
 
     block = check_equivalent(model, normal(9, 4, D), normal(8, 4, D))
     assert block.count >= 3
-    assert len(block.carries) == 2
+    assert len(block.carry) == 2
 
 
 def test_first_layers_that_differ_are_no_part_of_the_block():
@@ -184,8 +184,8 @@ def test_scan_is_the_block():
 
     block = check_equivalent(model, normal(9, 4, D))
     assert block.count == 5
-    assert [type(link) for link in block.per_block] == [Stacked]
-    assert len(block.collected) == 1
+    assert [type(link) for link in block.xs] == [Stacked]
+    assert len(block.ys) == 1
 
 
 @pytest.mark.parametrize("options", [{"reverse": True}, {"length": 1}])

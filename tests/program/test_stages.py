@@ -49,12 +49,12 @@ def test_ends_and_blocks_hold_every_operation_of_the_graph(analysis):
 def test_stage_reads_only_what_is_there(analysis):
     program = analysis.program_at(6)
     block = program.block
-    there = {link.inner for link in (*block.shared, *block.carries, *block.per_block)}
+    there = {link.inner for link in (*block.consts, *block.carry, *block.xs)}
     for index, stage in enumerate(program.stages):
         assert set(stage.reads) <= there
         assert not set(stage.writes) & there
         there |= set(stage.writes)
-        carried = set(program.live(index + 1)) - {c.inner for c in block.carries}
+        carried = set(program.live(index + 1)) - {c.inner for c in block.carry}
         assert carried <= there
 
 
