@@ -166,11 +166,6 @@ def build(graph: Graph, cutting: Cutting) -> Program:
     )
 
 
-def fingerprint(program: Program) -> str:
-    """12 hex digits over the operations of a program's graph, not over its weights."""
-    return graph_fingerprint(program.graph)
-
-
 def graph_fingerprint(graph: Graph) -> str:
     """12 hex digits over the operations of a graph and their shapes and dtypes."""
     digest = hashlib.sha256(repr([repr(aval) for aval in graph.avals]).encode())
