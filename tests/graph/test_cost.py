@@ -11,6 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import pallas as pl
 
 from pbjax.graph.cost import Cost, equation_cost, total_cost
+from tests.cases import examples
 
 F32 = jnp.float32
 
@@ -285,7 +286,7 @@ def test_intensity_is_work_over_bytes():
     assert cost(flops=1).intensity == math.inf
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     size=st.integers(1, 12),
     window=st.integers(1, 5),

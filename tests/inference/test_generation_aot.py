@@ -11,7 +11,7 @@ import flax
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cache_is_written_where_it_lies_and_read_by_the_kernel():
     here = importlib.util.find_spec("jax_cuda13_plugin")
     python = sys.executable if here else os.environ.get("PBJAX_AOT_PYTHON")

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbjax.inference.generation.text import TextStream
+from tests.cases import examples
 
 
 def by_bytes():
@@ -60,7 +61,7 @@ def test_text_ends_before_the_first_stop_string():
     assert stream("one two", ["one"]) == (["", "", ""], True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.text("abc é", max_size=12), st.lists(st.text("abc é", min_size=1, max_size=3), max_size=3)
 )

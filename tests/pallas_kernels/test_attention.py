@@ -22,6 +22,7 @@ from tests.attention_calls import (
     operands,
     shape,
 )
+from tests.cases import long_but
 from tests.kernels_aot_process import ptxas_reports
 
 INTERPRETED = {
@@ -61,24 +62,29 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", long_but(INTERPRETED, "causal with alibi and bias", "scores by difference")
+)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     case, given = INTERPRETED[name]
     args, terms = operands(case, **given)
     assert_right(interpreted(args, terms), args, terms)
 
 
+@pytest.mark.long
 def test_three_consumers_of_which_two_have_no_rows():
     args, terms = operands(shape(200, 136), dtype=jnp.float16)
     tile = Tile(consumers=3, block_kv=64)
     assert_right(interpreted(args, terms, tile), args, terms)
 
 
+@pytest.mark.long
 def test_three_consumers_with_two_masked_tiles():
     args, terms = operands(shape(392, 392, causal=True))
     assert_right(interpreted(args, terms, Tile(consumers=3)), args, terms)
 
 
+@pytest.mark.long
 def test_scores_by_difference_with_key_tiles_of_two_row_tiles():
     args, terms = operands(shape(200, 264, relative=True))
     assert_right(interpreted(args, terms, Tile()), args, terms)
@@ -118,7 +124,7 @@ def test_sequences_of_odd_length_are_taken_as_packed_without_a_copy():
         assert "pad" not in str(jax.make_jaxpr(run)(*operand_shapes))
 
 
-@pytest.mark.parametrize("counted", [0.0, 5.0])
+@pytest.mark.parametrize("counted", long_but([0.0, 5.0]))
 def test_keys_at_the_end_that_do_not_count_are_lengths(counted):
     """Whatever they are biased by, which is no number a kernel could add."""
     args, terms = operands(shape(72, 200, batch_size=2, lengths=True), lengths=[70, 200])
@@ -127,6 +133,7 @@ def test_keys_at_the_end_that_do_not_count_are_lengths(counted):
     assert_right(interpreted(args, given), args, terms)
 
 
+@pytest.mark.long
 def test_tile_that_reaches_beyond_one_sequence_leaves_the_next_alone():
     args, terms = operands(shape(72, 128, batch_size=2))
     tile = Tile(block_kv=64, holds=True)
@@ -176,7 +183,7 @@ def test_default_is_xla_without_a_gpu():
     assert "mosaic_gpu" not in text
 
 
-@pytest.mark.parametrize("name", [case.name for case in [*MODELS, *CAPPED, *RAGGED]])
+@pytest.mark.parametrize("name", long_but(case.name for case in [*MODELS, *CAPPED, *RAGGED]))
 def test_every_shape_lowers_to_one_kernel_of_its_name(name):
     operand_shapes, run = abstract(BY_NAME[name])
     with use_abstract_mesh(H200):
@@ -203,6 +210,7 @@ def test_budget_is_the_grid():
     assert "'sm': 47" in jaxpr or "grid=(47" in jaxpr
 
 
+@pytest.mark.long
 def test_models_compile_without_spills_and_no_shape_with_serialised_products():
     reports = ptxas_reports([case.name for case in [*MODELS, *CAPPED, *RAGGED]])
     # With ALiBi the addresses of six barriers find no register: stored once, read once an item.

@@ -18,6 +18,7 @@ from pallas_kernels.attention.shapes import PACKED, PACKED_RAGGED
 from pallas_kernels.attention.tile import Problem, Tile
 from pallas_kernels.testing import assert_close
 from tests import kernel_layers
+from tests.cases import long_but
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -60,7 +61,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", long_but(INTERPRETED, "causal, grouped, alibi, one slot"))
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     offsets, heads, terms = INTERPRETED[name]
     args = operands(offsets[-1] + 3, **heads)
@@ -123,7 +124,7 @@ def test_tiles_hold_each_row_once_and_those_with_most_keys_come_first(seed):
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("case", [*PACKED, *PACKED_RAGGED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", long_but([*PACKED, *PACKED_RAGGED]), ids=lambda case: case.name)
 def test_every_shape_lowers_to_one_kernel_of_its_name(case):
     def run(q, k, v, offsets, slopes):
         return attention_packed(
@@ -143,6 +144,7 @@ def test_every_shape_lowers_to_one_kernel_of_its_name(case):
     assert "pbjax_attention" in text
 
 
+@pytest.mark.long
 def test_shapes_compile_without_serialised_products():
     reports = ptxas_reports([case.name for case in [*PACKED, *PACKED_RAGGED]])
     assert not [name for name, report in reports.items() if report["codes"]]

@@ -12,6 +12,7 @@ from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.activations import GELU_ERROR
 from pallas_kernels.norm import reference as norm_reference
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 EPS = 1e-5
@@ -78,7 +79,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", long_but(INTERPRETED, "norm"))
 def test_pairs_are_right_and_free_of_races(name):
     shape = INTERPRETED[name]
     x, w, *rest = inputs_of(shape)
@@ -104,7 +105,7 @@ def test_column_sums_alone():
     assert_close(sums, reference.column_sums(data), reduction=7 * 64)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *RAGGED], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", long_but([*SHAPES, *RAGGED]), ids=lambda shape: shape.name)
 def test_every_pair_lowers_to_one_launch(shape):
     text = lowered(call(shape, implementation="mosaic_gpu"), *specs_of(shape))
     assert text.count("@mosaic_gpu_v2") == 1
@@ -116,6 +117,7 @@ def test_every_norm_width_has_a_ring_of_two_slots_or_more(width):
     assert mosaic_gpu.norm_tile(width).pipeline_depth >= 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
 def test_shipped_launches_neither_spill_nor_serialise():
     reports = ptxas_reports("corun")

@@ -14,6 +14,7 @@ from pallas_kernels.gemm import mosaic_gpu as gemm_kernel
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.activations import GELU_ERROR
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 
@@ -129,7 +130,7 @@ ATTENTION_INTERPRETED = {  # The pair, and the slots of its ring.
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION_INTERPRETED)
+@pytest.mark.parametrize("name", long_but(ATTENTION_INTERPRETED))
 def test_attention_beside_a_gemm_is_right_and_free_of_races(name):
     pair, depth = ATTENTION_INTERPRETED[name]
     inputs = attention_inputs(pair, LENGTHS)
@@ -179,7 +180,7 @@ def test_without_a_gpu_xla_runs_the_attention_after_the_gemm(name):
     assert_close(attended, wanted[1], reduction=pair.attention.num_keys * 128)
 
 
-@pytest.mark.parametrize("layer", DECODE_LAYERS, ids=lambda layer: layer.name)
+@pytest.mark.parametrize("layer", long_but(DECODE_LAYERS), ids=lambda layer: layer.name)
 def test_each_product_of_a_layer_lowers_to_one_launch_with_its_attention(layer):
     for function, specs in layer_launches(layer).values():
         text = lowered(function, *specs)
@@ -260,6 +261,7 @@ def test_a_gated_product_with_a_bias_is_refused():
         attention_call(pair, bias=jnp.ones(pair.n, jnp.bfloat16))(*inputs)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
 def test_shipped_launches_neither_spill_nor_serialise():
     reports = ptxas_reports("corun_attention")

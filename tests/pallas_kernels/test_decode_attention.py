@@ -18,6 +18,7 @@ from pallas_kernels.decode_attention.shapes import MODELS, RAGGED, SHAPES, Decod
 from pallas_kernels.decode_attention.splits import LEAST_KEYS, STREAMS, choose_splits
 from pallas_kernels.testing import assert_close
 from tests import kernel_layers
+from tests.cases import long_but
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -96,7 +97,9 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", long_but(INTERPRETED, "softcap, two tokens, alibi, split", "small pages")
+)
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     case, options, lengths = INTERPRETED[name]
     args, terms = operands(case, lengths=lengths)
@@ -114,6 +117,7 @@ def test_a_part_of_the_sequences_is_attended_to_where_the_cache_lies():
         assert_close(actual, whole[1:], reduction=72, roundings=3)
 
 
+@pytest.mark.long
 def test_pages_beyond_a_length_may_be_anything():
     args, terms = operands(shape(128, page_size=64, batch_size=1, n=2, k=1), lengths=[64])
     wild = {"page_table": terms["page_table"].at[0, 1].set(2**30)}
@@ -165,7 +169,7 @@ def lowered(case, **options):
         return jax.jit(run).trace(args, terms).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", long_but(BY_NAME))
 def test_every_shape_lowers_to_one_kernel_of_its_name(name):
     text = lowered(BY_NAME[name])
     assert text.count("@mosaic_gpu_v2") == 1
@@ -194,6 +198,7 @@ def test_parts_have_two_tiles_and_many_sequences_are_not_split():
     assert choose_splits(264, 32768, 132) == choose_splits(4096, 32768, 132) == 1
 
 
+@pytest.mark.long
 def test_models_compile_without_spills_or_serialised_products():
     reports = ptxas_reports([f"decode {case.name}" for case in MODELS])
     assert not [name for name, report in reports.items() if report["spilled"]]

@@ -13,6 +13,7 @@ from pallas_kernels.depthwise.api import check_depthwise_convolution
 from pallas_kernels.depthwise.shapes import MODELS, RAGGED, SHAPES
 from pallas_kernels.testing import assert_close
 from tests import kernel_layers
+from tests.cases import long_but
 from tests.kernels_aot_process import ptxas_reports
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -52,7 +53,7 @@ def interpreted(shape, args, sms):
         return kernel_layers.interpreted(run, *args)
 
 
-@pytest.mark.parametrize("shape", RAGGED, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", long_but(RAGGED), ids=lambda shape: shape.name)
 def test_interpreted_kernel_is_right_and_free_of_races(shape):
     args = operands(shape)
     actual = interpreted(shape, args, sms=2 if shape.name == "odd length" else 1)
@@ -86,6 +87,7 @@ def test_shape_lowers_to_one_kernel_of_its_name(shape):
     assert "pbjax_depthwise" in text
 
 
+@pytest.mark.long
 def test_models_compile_without_spills():
     reports = ptxas_reports([f"depthwise {shape.name}" for shape in SHAPES])
     assert {name: report["spilled"] for name, report in reports.items()} == dict.fromkeys(

@@ -13,6 +13,7 @@ from pallas_kernels.gemm.folded import check_normed_gemm, joined_scale
 from pallas_kernels.gemm.mosaic_gpu import SMEM_BYTES, Epilogue, Tile
 from pallas_kernels.gemm.shapes import PRE_NORM, RAGGED, GemmShape
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.gemm_tiles import tile_of
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
@@ -123,7 +124,9 @@ def check(shape: GemmShape, result, operands, roundings: int = 0) -> None:
     assert_close(scale, expected, reduction=shape.n)
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", long_but(INTERPRETED, "scaled, gated", "moments, fewer columns than a tile")
+)
 def test_small_tiles_are_right_and_free_of_races(name):
     shape, tile = INTERPRETED[name]
     operands = inputs_of(shape)
@@ -202,7 +205,7 @@ def test_factors_are_right_where_the_mean_is_large(mean, centred):
     )
 
 
-@pytest.mark.parametrize("name", launches())
+@pytest.mark.parametrize("name", long_but(launches()))
 def test_every_launch_lowers_under_its_name(name):
     function, specs = launches()[name]
     text = lowered(function, *specs)
@@ -210,6 +213,7 @@ def test_every_launch_lowers_under_its_name(name):
     assert "pbjax_gemm" in text or "pbjax_gated_gemm" in text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
 def test_shipped_launches_neither_spill_nor_serialise():
     reports = ptxas_reports("folded")

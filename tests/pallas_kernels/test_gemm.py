@@ -1,6 +1,6 @@
 """GEMM kernels: interpreter with races, lowering, SASS, activations, tiles.
 
-What they refuse is in test_kernels_gemm_inputs.py.
+What they refuse is in test_gemm_inputs.py.
 """
 
 import math
@@ -15,6 +15,7 @@ from pallas_kernels.gemm.activations import ACTIVATIONS, GELU_ERROR
 from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
 from pallas_kernels.gemm.shapes import BERT, DECODE, GPT2, LLAMA, RAGGED, SHAPES, GemmShape
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.gemm_tiles import tile_of
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
@@ -128,7 +129,9 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", long_but(INTERPRETED, "gated", "narrow columns in a cluster along m")
+)
 def test_small_tiles_are_right_and_free_of_races(name):
     shape, tile = INTERPRETED[name]
     inputs = inputs_of(shape, jnp.bfloat16)
@@ -168,6 +171,7 @@ def test_sub_batches_share_one_launch():
         assert_close(other, expected, reduction=k, roundings=2)
 
 
+@pytest.mark.long
 def test_gated_sub_batches_share_one_launch():
     xs = [jax.random.normal(jax.random.key(m), (m, 64), jnp.bfloat16) for m in (16, 72)]
     w_gate, w = (
@@ -183,7 +187,7 @@ def test_gated_sub_batches_share_one_launch():
         assert_close(actual, expected, reduction=64)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 77])
+@pytest.mark.parametrize("rows", long_but([1, 7, 77]))
 def test_rows_need_not_be_a_multiple_of_eight(rows):
     shape = GemmShape(name="", m=rows, k=128, n=64, bias=True, residual=True)
     inputs = inputs_of(shape, jnp.bfloat16)
@@ -227,7 +231,7 @@ def test_float16_and_leading_axes():
     assert_close(actual, reference.gemm(x, w), reduction=64)
 
 
-@pytest.mark.parametrize("name", launches())
+@pytest.mark.parametrize("name", long_but(launches(), "on 84 SMs", "three sub-batches"))
 def test_every_launch_lowers_under_its_name(name):
     function, specs = launches()[name]
     text = lowered(function, *specs)
@@ -235,7 +239,7 @@ def test_every_launch_lowers_under_its_name(name):
     assert "pbjax_gemm" in text or "pbjax_gated_gemm" in text
 
 
-@pytest.mark.parametrize("budget", [1, 47, 84, 131])
+@pytest.mark.parametrize("budget", long_but([1, 47, 84, 131]))
 def test_every_budget_lowers_without_clusters(budget):
     shape = SHAPES[1]
     lowered(call(shape, implementation="mosaic_gpu", sm_budget=budget), *specs_of(shape))
@@ -259,6 +263,7 @@ def test_the_tile_is_the_one_that_was_fastest(shape, expected):
     assert {name: getattr(tile, name) for name in expected} == expected
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
 def test_shipped_launches_neither_spill_nor_serialise():
     reports = ptxas_reports("gemm")

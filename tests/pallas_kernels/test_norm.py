@@ -13,6 +13,7 @@ from pallas_kernels.norm.api import check_norm
 from pallas_kernels.norm.mosaic_gpu import Tile, tile_for
 from pallas_kernels.norm.shapes import QUANTIZED, RAGGED, SHAPES, NormShape
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 EPS = 1e-5
@@ -131,7 +132,7 @@ def run_small(shape: NormShape, fields, dtype=None):
     return interpreted(run, *order), truth(shape, inputs)
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", long_but(INTERPRETED))
 def test_small_tiles_are_right_and_free_of_races(name):
     shape, fields = INTERPRETED[name]
     results, expected = run_small(shape, fields)
@@ -142,7 +143,7 @@ def test_small_tiles_are_right_and_free_of_races(name):
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", long_but(INTERPRETED))
 def test_small_quantized_tiles_are_right_and_free_of_races(name, dtype):
     shape, fields = INTERPRETED[name]
     results, (normed, total) = run_small(shape, fields, dtype)
@@ -151,7 +152,7 @@ def test_small_quantized_tiles_are_right_and_free_of_races(name, dtype):
         assert_close(actual, total, reduction=1)
 
 
-@pytest.mark.parametrize("registers", [0, 16, 200])
+@pytest.mark.parametrize("registers", long_but([0, 16, 200], 16))
 @pytest.mark.parametrize("parameters", [jnp.float16, jnp.float32])
 def test_scale_and_bias_are_the_same_from_registers_and_from_memory(
     monkeypatch, registers, parameters
@@ -170,7 +171,7 @@ def test_scale_and_bias_are_the_same_from_registers_and_from_memory(
     assert_close(actual, truth(shape, inputs)[0], reduction=256)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *RAGGED], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", long_but([*SHAPES, *RAGGED]), ids=lambda shape: shape.name)
 def test_every_width_lowers_under_its_name(shape):
     text = lowered(call(shape, implementation="mosaic_gpu"), *specs_of(shape))
     assert text.count("@mosaic_gpu_v2") == 1
@@ -185,7 +186,7 @@ def test_every_width_gets_a_tile_that_keeps_bytes_under_way(width, residual):
     assert ring >= 64 << 10 or tile.pipeline_depth == 6
 
 
-@pytest.mark.parametrize("shape", [*QUANTIZED, *RAGGED], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", long_but([*QUANTIZED, *RAGGED]), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=lambda dtype: dtype.name)
 def test_every_quantized_width_lowers_under_its_name(shape, dtype):
     text = lowered(call_quantized(shape, dtype, implementation="mosaic_gpu"), *specs_of(shape))
@@ -199,6 +200,7 @@ def test_every_width_gets_a_tile_for_quantized_results(width, residual):
     assert tile_for(width, residual=residual, quantized=True).quantized
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_cuda_plugin(), reason="needs jax's CUDA plugin, no GPU")
 def test_shipped_launches_do_not_spill():
     reports = ptxas_reports("norm")

@@ -14,6 +14,7 @@ from pallas_kernels.gemm import gemm
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.operation import PRIMITIVE, arguments_of, as_operation
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 
@@ -147,7 +148,7 @@ def normalise(x):
 KERNELS = [multiply, normalise, attend, attend_packed, attend_to_cache]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", long_but(KERNELS))
 def test_equal_launches_are_lowered_once_whatever_was_lowered_before(kernel):
     x, _ = operands()
 

@@ -11,6 +11,7 @@ from pbjax.planning.profile_rows import measured_size
 from pbjax.planning.timetable import timetable
 from pbjax.program.analysis import analyse
 from pbjax.runtime.execution import SplitProgram, WeightLayout
+from tests.cases import examples
 from tests.networks import NETWORKS
 
 DEVICE = find_device("cpu", num_cores=2)
@@ -64,7 +65,7 @@ def assert_same(split, unsplit):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@settings(max_examples=4, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=examples(4), derandomize=True, phases=[Phase.generate])
 @given(case=cases())
 def test_any_split_equals_the_unsplit_program(name, case):
     num_layers, sizes, staggers, unroll = case

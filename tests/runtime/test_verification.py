@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pbjax.errors import VerificationError
 from pbjax.graph.trace import trace
 from pbjax.runtime.verification import fresh_inputs, largest_difference
+from tests.cases import examples
 from tests.networks import D, normal, tokens
 
 
@@ -38,7 +39,7 @@ def test_rows_that_belong_together_stay_together():
     np.testing.assert_array_equal(again, same)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**31), st.integers(-5, 5), st.integers(0, 40))
 def test_integers_stay_in_the_range_of_the_example(seed, low, span):
     ids = np.linspace(low, low + span, 12).astype(np.int32).reshape(4, 3)
