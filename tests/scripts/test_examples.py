@@ -18,7 +18,7 @@ PAGES = [
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=pytest.mark.slow) if p.stem in LONG else p for p in PAGES],
+    [pytest.param(p, marks=pytest.mark.long) if p.stem in LONG else p for p in PAGES],
     ids=lambda page: page.stem,
 )
 def test_examples_run(page, tmp_path, monkeypatch, capsys):
