@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pbjax.decode.state import OptimizedStep
     from pbjax.device import Device
     from pbjax.errors import PbjaxError
     from pbjax.inference.generation import generate, stream
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "Device": "device",
     "Optimized": "tuning.optimized",
-    "OptimizedStep": "decode.state",
     "PbjaxError": "errors",
     "Plan": "planning.plan",
     "Profile": "planning.profiling",
@@ -36,7 +34,6 @@ _HOMES = {
 __all__ = [
     "Device",
     "Optimized",
-    "OptimizedStep",
     "PbjaxError",
     "Plan",
     "Profile",

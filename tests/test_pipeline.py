@@ -13,9 +13,9 @@ from flax import nnx
 import pbjax
 from pallas_kernels.testing import assert_close
 from pbjax import errors
+from pbjax.arguments import whole_numbers
 from pbjax.device import find_device
 from pbjax.runtime.execution import SubBatchState
-from pbjax.tuning.choices import whole_numbers
 
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form, check_outputs, run, small
@@ -130,7 +130,7 @@ def test_sizes_of_numpy_are_numbers_like_others(timer, tmp_path):
 @pytest.mark.parametrize("sizes", [3, "33", (3.0, 3.0), ("3", "3"), (None,)], ids=str)
 def test_sizes_that_are_no_numbers_are_refused(sizes):
     with pytest.raises(errors.InputTypeError) as error:
-        whole_numbers("split", sizes)
+        whole_numbers("optimize(split)", sizes)
     check_house_form(error)
 
 

@@ -19,10 +19,10 @@ from pbjax.device import find_device
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
 from pbjax.program.analysis import analyse
-from pbjax.runtime import compilation
 from pbjax.runtime.phases import Phases
-from pbjax.tuning.choices import searched
+from pbjax.tuning import calls
 from pbjax.tuning.measured_table import measured_table
+from pbjax.tuning.shortlist import best_splits, search_within
 
 from .fakes import FakeTimer, fake_measure
 from .jobs import check_house_form, check_outputs, run, scan, small
@@ -59,10 +59,11 @@ def test_saved_plan_runs_without_any_measurement(timer, monkeypatch, tmp_path):
 
 def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_path):
     built = []
-    lowered = compilation._lowered
+    lower = calls.CallWorkload.lower
     monkeypatch.setattr(
-        "pbjax.runtime.compilation._lowered",
-        lambda *args, **options: built.append(args[3].name) or lowered(*args, **options),
+        calls.CallWorkload,
+        "lower",
+        lambda self, spec: built.append(spec.name) or lower(self, spec),
     )
     plan = run(small(), 6, split=(4, 2)).plan
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -77,7 +78,7 @@ def test_plan_is_verified_once_where_programs_are_kept(timer, monkeypatch, tmp_p
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
-    assert starts == [(["split", "plain"], True), (["split"], False)]
+    assert starts == [(["split", "unsplit"], True), (["split"], False)]
 
 
 def test_plan_that_decided_for_the_unsplit_program_runs_that(timer, monkeypatch):
@@ -94,15 +95,13 @@ def test_plan_that_decided_for_the_unsplit_program_runs_that(timer, monkeypatch)
 
 def test_unroll_of_a_plan_is_kept(timer, monkeypatch):
     unrolls = []
-    from pbjax.tuning import autotune as contest
+    lower = calls.CallWorkload.lower
 
-    lower_split = contest.lower_split
+    def spy(self, spec):
+        unrolls.extend([] if spec.is_whole else [spec.unroll])
+        return lower(self, spec)
 
-    def spy(*args):
-        unrolls.append(args[-1].unroll)
-        return lower_split(*args)
-
-    monkeypatch.setattr("pbjax.tuning.autotune.lower_split", spy)
+    monkeypatch.setattr(calls.CallWorkload, "lower", spy)
     plan = run(scan(4), 6, split=(3, 3), unroll=2).plan
     assert plan.unroll == 2
     del unrolls[:]
@@ -268,7 +267,7 @@ import os, sys
 import jax
 sys.path.insert(0, sys.argv[1])
 from pbjax.program.analysis import analyse
-from pbjax.tuning.choices import searched
+from pbjax.tuning.shortlist import best_splits, search_within
 from pbjax.device import find_device
 from pbjax.runtime.phases import Phases
 from pbjax.tuning.measured_table import measured_table
@@ -278,8 +277,9 @@ device = find_device("cpu", num_cores=os.cpu_count() or 1)
 inputs = network.inputs(6)
 analysis = analyse(network.model, inputs, device=device, variables=network.variables)
 table = measured_table(analysis, inputs, sys.argv[2], Phases())
-choice = searched(table, 6, device.memory_bytes)
-print(choice.digest, analysis.fingerprint, table.rows_measured, [w.sizes for w in choice.ways])
+found = search_within(table, 6, device.memory_bytes)
+sizes = [spec.sizes for spec in best_splits(found)]
+print(found.digest, analysis.fingerprint, table.rows_measured, sizes)
 """
 
 
@@ -289,7 +289,8 @@ def test_same_profile_decides_the_same_in_another_process(timer, tmp_path):
     run(network, 6, split=(3, 3), profile=path)
     device = find_device("cpu", num_cores=os.cpu_count() or 1)
     analysis = analyse(network.model, tokens(6), device=device, variables=network.variables)
-    here = searched(measured_table(analysis, tokens(6), path, Phases()), 6, device.memory_bytes)
+    table = measured_table(analysis, tokens(6), path, Phases())
+    here = search_within(table, 6, device.memory_bytes)
     there = subprocess.run(
         [sys.executable, "-c", DECIDES, str(Path(__file__).parent.parent), str(path)],
         env={"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"},
@@ -297,7 +298,7 @@ def test_same_profile_decides_the_same_in_another_process(timer, tmp_path):
         text=True,
         check=True,
     ).stdout
-    sizes = [spec.sizes for spec in here.specs]
+    sizes = [spec.sizes for spec in best_splits(here)]
     assert there.strip() == f"{here.digest} {analysis.fingerprint} 0 {sizes}"
     assert len(here.digest) == 64
 

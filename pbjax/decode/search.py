@@ -4,9 +4,8 @@ Nothing is traced for a size, run or measured: the search takes milliseconds.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import SupportsIndex
 
 from pbjax.decode.cost_model import Costs, Rates, SubBatches, predicted_s, rates_of
 from pbjax.decode.interleave import CAPACITY, Launch, Role, interleave
@@ -14,8 +13,17 @@ from pbjax.errors import InputError
 from pbjax.planning.plan import Plan
 from pbjax.planning.profile_rows import measured_size
 from pbjax.program.analysis import PROBE_SIZE, Analysis
+from pbjax.runtime.compilation import ProgramSpec
 from pbjax.runtime.measured_programs import milliseconds
-from pbjax.tuning.choices import given_split, planned
+from pbjax.tuning.request import Request
+from pbjax.tuning.shortlist import (
+    Shortlist,
+    as_written,
+    given_split,
+    no_sub_batches,
+    planned,
+    whole_programs,
+)
 
 # Sizes that are searched are multiples of a power of two of rows, at most this: products have tiles
 # of 128 and 256 rows.
@@ -46,7 +54,7 @@ class InterleavedSpec:
 
     def in_sequence(self) -> "InterleavedSpec":
         """The same sub-batches with every operation in a launch of its own."""
-        return _way(self.sizes, self.sub_batches, self.rates, capacity=0.0)
+        return _spec(self.sizes, self.sub_batches, self.rates, capacity=0.0)
 
 
 class SpecSearch:
@@ -72,13 +80,13 @@ class SpecSearch:
         overlapped_fraction = [spec for spec in specs if spec.overlapped_fraction > 0]
         return min(overlapped_fraction, key=lambda spec: spec.predicted_s, default=None)
 
-    def at(self, sizes: tuple[int, int]) -> InterleavedSpec:
+    def at(self, sizes: tuple[int, ...]) -> InterleavedSpec:
         """The way with these sizes, whether or not anything can ride."""
         first, second = sizes
-        return _way(sizes, (self._items_at(first), self._items_at(second)), self._rates)
+        return _spec((first, second), (self._items_at(first), self._items_at(second)), self._rates)
 
 
-def _way(
+def _spec(
     sizes: tuple[int, int], sub_batches: SubBatches, rates: Rates, capacity: float = CAPACITY
 ) -> InterleavedSpec:
     launches = interleave(*sub_batches, capacity=capacity)
@@ -115,79 +123,92 @@ def _overlap(launches: Sequence[Launch], sub_batches: SubBatches) -> float:
     return rides / total if total else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepChoice:
-    """Whether to interleave the batch and how, and what that rests on.
-
-    Attributes:
-      spec: How to interleave it; None to run it whole.
-      kept: Name of the program that runs, whatever it takes; None where measured seconds decide.
-      reason: Why that is settled, or why nothing is interleaved; empty where seconds decide.
-      timed: Whether the programs are timed; not for a plan of this device and version of jax.
-      warnings: Things that changed a cost.
-    """
-
-    spec: InterleavedSpec | None
-    kept: str | None = None
-    reason: str = ""
-    timed: bool = True
-    warnings: tuple[str, ...] = ()
-
-
-def choose(
-    analysis: Analysis, specs: SpecSearch, split: Sequence[SupportsIndex] | None, plan: Plan | None
-) -> StepChoice:
+def step_shortlist(request: Request, analysis: Analysis, specs: SpecSearch | None) -> Shortlist:
     """The given split, that of a plan, or the best one of the search if it may pay.
 
+    Args:
+      request: What `optimize` is asked for.
+      analysis: The step.
+      specs: Predicted seconds of two sub-batches at any sizes; None if the batch has none.
+
     Raises:
-      InputTypeError: The split is no whole numbers.
       InputError: It is no split of the batch into one or two; the plan is for another batch.
-      ModelError: The plan is for another function.
+      ModelError: The plan is for another function; a split is asked for and the batch has none.
     """
-    if split is not None:
-        return _forced(specs, given_split(split, analysis.batch.batch_size).sizes)
-    if plan is not None:
-        return _planned(analysis, specs, plan)
-    spec = specs.best()
-    if spec is None:
-        return StepChoice(
-            spec=None, reason="no kernel of one sub-batch can share a launch with the other's"
+    if specs is None:
+        return _unsplittable(request, analysis)
+    if request.plan is not None:
+        return _planned(request.plan, planned(analysis, request.plan), specs)
+    unsplit = Shortlist(
+        batch_size=analysis.batch.batch_size,
+        wholes=whole_programs(analysis, specs.unsplit_s, can_scan=False),
+    )
+    if request.split is not None:
+        return _forced(given_split(request.split, unsplit.batch_size).sizes, unsplit, specs)
+    best = specs.best()
+    if best is None:
+        none = "no kernel of one sub-batch can share a launch with the other's"
+        return replace(unsplit, reason=none)
+    if best.predicted_s > HOPELESS * specs.unsplit_s:
+        predicted_ms, unsplit_ms = map(milliseconds, (best.predicted_s, specs.unsplit_s))
+        slower = (
+            f"interleaved with {best.sizes} is predicted to take {predicted_ms} ms, unsplit "
+            f"{unsplit_ms} ms: not tried"
         )
-    if spec.predicted_s > HOPELESS * specs.unsplit_s:
-        reason = (
-            f"interleaved with {spec.sizes} is predicted to take "
-            f"{milliseconds(spec.predicted_s)} ms, unsplit {milliseconds(specs.unsplit_s)} ms: "
-            "not tried"
-        )
-        return StepChoice(spec=None, reason=reason)
-    return StepChoice(spec=spec)
+        return replace(unsplit, reason=slower)
+    return replace(unsplit, splits=_programs(best))
 
 
-def _forced(specs: SpecSearch, sizes: tuple[int, ...]) -> StepChoice:
-    reason = f"split={sizes} was given"
+def _unsplittable(request: Request, analysis: Analysis) -> Shortlist:
+    """The whole batch of a step whose rows depend on each other."""
+    if request.plan is not None:
+        return planned(analysis, request.plan)
+    if (
+        request.split is not None
+        and len(given_split(request.split, analysis.batch.batch_size).sizes) > 1
+    ):
+        analysis.require_split(f"optimize(split={request.split})")
+    return Shortlist(
+        batch_size=analysis.batch.batch_size,
+        wholes=whole_programs(analysis),
+        reason=no_sub_batches(analysis),
+    )
+
+
+def _programs(found: InterleavedSpec) -> tuple[ProgramSpec, ...]:
+    """Two sub-batches interleaved, and the same one after the other, to tell what overlap gains."""
+    sequential = ProgramSpec(
+        sizes=found.sizes, staggers=(0, 0), predicted_s=found.in_sequence().predicted_s
+    )
+    return replace(sequential, interleaved=True, predicted_s=found.predicted_s), sequential
+
+
+def _forced(sizes: tuple[int, ...], unsplit: Shortlist, specs: SpecSearch) -> Shortlist:
+    wholes = as_written(unsplit.wholes)
+    unsplit = replace(unsplit, wholes=wholes, reason=f"split={sizes} was given")
     if len(sizes) == 1:
-        return StepChoice(spec=None, kept="unsplit", reason=reason)
-    return StepChoice(spec=_at(specs, "split", sizes), kept="interleaved", reason=reason)
+        return unsplit
+    return replace(unsplit, splits=_programs(_at(specs, "split", sizes)), forced=True)
 
 
-def _planned(analysis: Analysis, specs: SpecSearch, plan: Plan) -> StepChoice:
-    checked = planned(analysis, plan)
+def _planned(plan: Plan, found: Shortlist, specs: SpecSearch) -> Shortlist:
+    """The shortlist of a plan for a step, whose splits are interleaved."""
     _check_interleaved(plan)
-    split = len(plan.sizes) > 1 and (plan.decision == "split" or bool(checked.warnings))
-    spec = _at(specs, "plan", plan.sizes) if split else None
-    if checked.warnings:
-        return StepChoice(spec=spec, warnings=checked.warnings)
-    kept = {"split": "interleaved"}.get(plan.decision, plan.decision)
-    return StepChoice(spec=spec, kept=kept, reason=plan.reason, timed=False)
+    if not found.splits:
+        return found
+    interleaved, sequential = _programs(_at(specs, "plan", plan.sizes))
+    splits = (interleaved,) if found.plan else (interleaved, sequential)
+    return replace(found, splits=splits)
 
 
 def _check_interleaved(plan: Plan) -> None:
     """Refuses what a plan of a model without state may say and a step cannot do."""
-    staggered = {"staggers": plan.staggers if any(plan.staggers) else ()}
-    given = staggered | {
+    given = {
+        "staggers": plan.staggers if any(plan.staggers) else (),
         "sm_budgets": dict(plan.sm_budgets),
         "unroll": plan.unroll if plan.unroll != 1 else None,
-        "compiler_options": dict(plan.compiler_options),
+        "compiler_options": dict(plan.compiler_options) if plan.decision == "split" else {},
+        "layers": plan.layers if plan.layers == "scanned" else None,
     }
     if found := {name: value for name, value in given.items() if value}:
         text = ", ".join(f"{name} {value}" for name, value in found.items())

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pbjax.decode.report import StepReport
 from pbjax.errors import InputError, InputTypeError
-from pbjax.planning.plan import Plan
 from pbjax.program.analysis import Analysis
 from pbjax.tuning.optimized import check_alike, refuse_traced
+from pbjax.tuning.request import Request
 
 type Pieces = tuple[tuple[Array, ...], ...]
 
@@ -119,13 +118,15 @@ class StateLayout:
         ]
 
 
-def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> StateLayout:
+def find_state(analysis: Analysis, request: Request) -> StateLayout:
     """Where the state is in the inputs and outputs of a function.
 
     Raises:
       InputError: There is no such input, it has no array, or the function does not return its like
         exactly once, the batch in the same axes.
     """
+    inputs, argument = request.inputs, request.state
+    assert argument is not None
     if not 0 <= argument < len(inputs):
         raise InputError(
             f"optimize(state={argument}): there are {len(inputs)} inputs; a number from 0 to "
@@ -161,7 +162,7 @@ def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> S
     numbers = jax.tree.leaves(found[0])
     axes = analysis.batch.axes[start:stop]
     returned = tuple(analysis.out_axes[i] for i in numbers)
-    if returned != axes:
+    if not analysis.unsplittable and returned != axes:
         raise InputError(
             f"optimize(state={argument}): the batch is in the axes {axes} of its leaves, and in "
             f"{returned} of what is returned; both must be alike; return each as it came"
@@ -180,13 +181,8 @@ def find_state(analysis: Analysis, inputs: Sequence[object], argument: int) -> S
     )
 
 
-class OptimizedStep:
-    """A step as planned: called like the function, with its state held.
-
-    held = step.hold(cache)
-    out = step(tokens, held)  # out.cache is held, and goes into the next call
-    cache = step.release(out.cache)
-    """
+class StepRunner:
+    """Runs a step whose state is held in pieces; see `Optimized` for what its methods do."""
 
     def __init__(
         self,
@@ -194,46 +190,39 @@ class OptimizedStep:
         weights: tuple[Array, ...],
         layout: StateLayout,
         out_tree: jax.tree_util.PyTreeDef,
-        plan: Plan,
-        report: StepReport,
     ):
         """Wraps a compiled program.
 
         Args:
           program: Called as program(weights, pieces, others), `others` being the leaves of the
             inputs that are not state; returns such leaves of the outputs, and the new pieces.
-          weights: Of the program.
-          layout: Where the state is.
+          weights: Weights of the program.
+          layout: Where the state is, and how it is cut.
           out_tree: Structure of what the function returns.
-          plan: How the batch is run.
-          report: What was found out on the way; printed by print(step.report()).
         """
-        self._program = program
+        self._program: Callable | None = program
         self._weights = weights
         self._layout = layout
         self._out_tree = _with_one_leaf(out_tree, layout)
-        self._plan = plan
-        self._report = report
 
     @property
-    def plan(self) -> Plan:
-        """How the batch is run."""
-        return self._plan
+    def buckets(self) -> tuple[int, ...]:
+        """The one batch size."""
+        return (sum(self._layout.sizes),)
 
-    def report(self) -> StepReport:
-        """What was measured, and why the plan was chosen; print it."""
-        return self._report
+    def apply(self, params: object, *inputs: object) -> object:
+        """Refuses: a step runs with its own params."""
+        raise InputError(
+            "apply(params): a step that carries state has the params it was optimized with; "
+            "functions without state take others; optimize the step again with the other model"
+        )
+
+    def close(self) -> None:
+        """Lets go of the weights and the program."""
+        self._program, self._weights = None, ()
 
     def hold(self, state: object) -> Held:
-        """Takes a state over: its arrays are used up by the next call.
-
-        Args:
-          state: Like the example's.
-
-        Raises:
-          InputTypeError: It has another structure.
-          InputError: It has other shapes or dtypes, or was used up.
-        """
+        """Takes a state over."""
         leaves, tree = jax.tree.flatten(state)
         if tree != self._layout.tree:
             raise InputTypeError(
@@ -250,12 +239,7 @@ class OptimizedStep:
         return Held(self, self._layout.cut(_distinct(leaves)))
 
     def release(self, held: object) -> object:
-        """The state as a whole again; `held` is used up.
-
-        Raises:
-          InputTypeError: It is not held.
-          InputError: It was used up, or is another step's.
-        """
+        """The state as a whole again."""
         if not isinstance(held, Held):
             raise InputTypeError(
                 f"release: a {type(held).__name__}; a held state is allowed; pass what hold() or a "
@@ -264,19 +248,12 @@ class OptimizedStep:
         return jax.tree.unflatten(self._layout.tree, self._layout.join(held.take(self)))
 
     def __call__(self, *inputs: object) -> object:
-        """Runs the step.
-
-        Args:
-          *inputs: Like the example's, with a held state in the place of the state.
-
-        Returns:
-          What the function returns, with a held state in the place of the new state.
-
-        Raises:
-          InputError: The state was used up, or is another step's; another input has another
-            shape or dtype, and the state is as it was.
-          InputTypeError: The state is not held, or the other inputs have another structure.
-        """
+        """Runs the step."""
+        if self._program is None:
+            raise InputError(
+                "step: close() has let go of its program; calls before it are allowed; optimize "
+                "again"
+            )
         argument = self._layout.argument
         held = inputs[argument] if argument < len(inputs) else None
         if not isinstance(held, Held):

@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 from pbjax.arguments import check_finite, whole_numbers
 from pbjax.device import check_sm_budgets
 from pbjax.errors import InputError
 from pbjax.files import STRICT, read_json, write_json
+from pbjax.planning.program_summary import Layers
 from pbjax.planning.timetable import MAX_SUB_BATCHES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 REMEDY = "correct the plan or search again"
 
 # "plain" runs the whole batch at once by the model as it was given, without fusion's kernels.
@@ -60,8 +61,9 @@ class Plan:
       sm_budgets: SMs that the kernels of a resource class may fill in a slot with stages of several
         classes, by the name of the class. A class without a budget may fill all, and so may a
         stage that runs alone or beside its own class.
-      unroll: Blocks in one step of the loop.
-      compiler_options: Compiler options of the split program.
+      unroll: Blocks in one step of the split program's loop.
+      layers: How the whole batch runs equal layers, where it is what runs.
+      compiler_options: Compiler options of the program that runs.
       decision: The program that runs.
       reason: The reason for the decision, in a sentence.
       digest: SHA-256 of the search's inputs and its decision.
@@ -90,6 +92,7 @@ class Plan:
     max_difference: float | None
     date: str
     sm_budgets: Mapping[str, int] = field(default_factory=dict)
+    layers: Layers = "as given"
 
     def __post_init__(self):
         """Refuses sizes that are no split of the batch, and plans that cannot be run."""
@@ -126,17 +129,23 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan; one of schema_version 1 has no SM budgets.
+        """Reads a plan.
+
+        One of schema_version 1 has no SM budgets; one of 1 or 2 runs the whole batch as the model
+        is written, and has the compiler options of its split, whichever program runs.
 
         Raises:
           FileError: The file is missing, corrupt, truncated or of a foreign schema; the message
             names the place.
         """
         remedy = (
-            f"a plan of schema_version 1 or {SCHEMA_VERSION} is allowed; restore the file, or "
+            f"a plan of schema_version 1 to {SCHEMA_VERSION} is allowed; restore the file, or "
             "leave out plan= to search again"
         )
-        return read_json(path, _File, remedy).plan
+        file = read_json(path, _File, remedy)
+        if file.schema_version < 3 and file.plan.decision != "split":
+            return replace(file.plan, compiler_options={})
+        return file.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +154,7 @@ class _File:
 
     __pydantic_config__: ClassVar[dict[str, str | bool]] = STRICT
 
-    schema_version: Literal[1, 2]
+    schema_version: Literal[1, 2, 3]
     plan: Plan
 
 

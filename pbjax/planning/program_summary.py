@@ -1,9 +1,13 @@
 """A program as plain data, for prediction and search."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pbjax.device import ResourceClass
 from pbjax.errors import InputError
+
+# How a program runs equal layers: as the model writes them, in one loop, or one after the other.
+type Layers = Literal["as given", "scanned", "unrolled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ at two rows, is taken apart at the whole batch alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import jax
@@ -22,7 +22,7 @@ from pbjax.fusion import FusionReport, Patterns, Selection, selection_of
 from pbjax.graph.classify import Label, classify
 from pbjax.graph.functional import Functional, Model, check_state, functional
 from pbjax.graph.trace import Graph
-from pbjax.planning.program_summary import ProgramSummary
+from pbjax.planning.program_summary import Layers, ProgramSummary
 from pbjax.program.stages import Program, build, cut, graph_fingerprint
 from pbjax.program.summarize import summary
 from pbjax.program.traced_model import (
@@ -35,6 +35,7 @@ from pbjax.program.traced_model import (
     translated,
     varying,
 )
+from pbjax.program.unrolling import unrolled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,13 +303,14 @@ def _rows(
 
 
 def whole_batch(
-    analysis: Analysis, *, plain: bool
+    analysis: Analysis, *, plain: bool, layers: Layers = "as given"
 ) -> Callable[[Sequence[Array], Sequence[Array]], list[Array]]:
     """Makes the model's function from weights and leaves of inputs to leaves of outputs.
 
     Args:
       analysis: The model; the function takes the whole batch, and weights like the model's own.
       plain: Whether to run the model as it was given, even where fusion has put kernels into it.
+      layers: "as given", or "unrolled" to write out the scan over them.
     """
     tree = jax.tree.structure(analysis.model.params)
     num_params = tree.num_leaves
@@ -318,9 +320,11 @@ def whole_batch(
         params = jax.tree.unflatten(tree, weights[:num_params])
         return jax.tree.leaves(analysis.model.apply(params, *inputs))
 
-    if plain or not analysis.fused:
+    if layers == "as given" and (plain or not analysis.fused):
         return given
     traced = analysis.traced_at(analysis.batch.batch_size)
+    if layers == "unrolled":
+        traced = replace(traced, graph=unrolled(traced.graph, analysis.summary.num_blocks))
     shared = traced.shares_weights(analysis.traced)
 
     def fused(weights, leaves):

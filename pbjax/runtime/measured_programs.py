@@ -26,6 +26,7 @@ class MeasuredProgram:
       compile_s: Seconds of its compilation.
       sm_budgets: SMs by resource class, as in `Plan`.
       unroll: Blocks in one step of the loop.
+      variant: How the whole batch runs otherwise than as written, such as "unrolled"; or empty.
       needed_bytes: Device memory while it runs, the model's weights included; 0 if not known.
       overlapped_share: Share of the memory kernels' time that overlaps with compute kernels, by a
         device trace; None if none was taken.
@@ -42,13 +43,14 @@ class MeasuredProgram:
     compile_s: float
     sm_budgets: Mapping[str, int] = field(default_factory=dict, hash=False)
     unroll: int = 1
+    variant: str = ""
     needed_bytes: int = 0
     overlapped_share: float | None = None
 
     @property
     def label(self) -> str:
-        """The name with SM budgets and unrolled blocks, if it has any."""
-        return program_label(self.name, self.sm_budgets, self.unroll)
+        """The name and what was chosen beside sizes and staggers."""
+        return program_label(self.name, self.sm_budgets, self.unroll, self.variant)
 
     @property
     def prediction_error(self) -> float | None:
@@ -56,11 +58,11 @@ class MeasuredProgram:
         return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
 
 
-def program_label(name: str, sm_budgets: Mapping[str, int], unroll: int) -> str:
-    """The label of a program: its name, SM budgets and unrolled blocks, if it has any."""
+def program_label(name: str, sm_budgets: Mapping[str, int], unroll: int, variant: str = "") -> str:
+    """The name of a program with its variant, SM budgets and unrolled blocks where it has any."""
     budgets = " ".join(f"{kind} {sms}" for kind, sms in sm_budgets.items())
     parts = [f"{budgets} SMs" if budgets else "", f"unroll {unroll}" if unroll > 1 else ""]
-    return ", ".join(part for part in (name, *parts) if part)
+    return ", ".join(part for part in (name, variant, *parts) if part)
 
 
 def programs_section(programs: Sequence[MeasuredProgram], batch_size: int) -> str:

@@ -9,7 +9,8 @@ enough for the clock to settle at the device's power limit. `stage_timing` times
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -32,6 +33,11 @@ LOAD_S = 0.004
 UNDER_LOAD_S = 0.001
 MAX_CALLS_UNDER_LOAD = 10
 ROUNDS = 5
+# Programs are compared round by round: enough rounds for the quartiles of their differences.
+COMPARED_ROUNDS = 7
+
+# Seconds of one call, of as many as it is given that are queued back to back.
+type Sampler = Callable[[int], float]
 
 
 def time_function(function: Callable, *args: object, samples: int = SAMPLES) -> Timing:
@@ -60,15 +66,35 @@ def time_alternately(
       progress: Called as progress(done, total, item) before each round of samples.
       samples: How many samples of each to take.
     """
-    for function in functions:
-        jax.block_until_ready(function())
-    calls = [calls_to_queue(_sample(function, (), 1)) for function in functions]
-    seconds: list[list[float]] = [[] for _ in functions]
-    for done in range(samples):
-        progress(done, samples, "rounds")
-        for function, count, times in zip(functions, calls, seconds, strict=True):
-            times.append(_sample(function, (), count))
-    return [summary(times) for times in seconds]
+    return [summary(s) for s in sample_in_turn(map(sampler, functions), progress, samples)]
+
+
+def sampler(function: Callable) -> Sampler:
+    """A sampler of a function without arguments, which is called once before."""
+    jax.block_until_ready(function())
+    return partial(_sample, function, ())
+
+
+def sample_in_turn(
+    samplers: Iterable[Sampler],
+    progress: Callable[[int, int, str], None],
+    rounds: int = COMPARED_ROUNDS,
+) -> list[tuple[float, ...]]:
+    """Seconds of a call of each of several programs in every round, sampled in turn.
+
+    Args:
+      samplers: One a program.
+      progress: Called as progress(done, total, item) before each round.
+      rounds: How many samples of each to take.
+    """
+    samplers = list(samplers)
+    calls = [calls_to_queue(sample(1)) for sample in samplers]
+    seconds: list[list[float]] = [[] for _ in samplers]
+    for done in range(rounds):
+        progress(done, rounds, "rounds")
+        for sample, count, times in zip(samplers, calls, seconds, strict=True):
+            times.append(sample(count))
+    return [tuple(times) for times in seconds]
 
 
 def time_under_load(load: Callable, jobs: Mapping[str, Callable]) -> list[Timing]:

@@ -1,52 +1,61 @@
-"""Split against unsplit on this device: build both, compare their outputs, time them, keep one.
+"""The tuning core: candidates compiled, verified, timed in turn, and one of them kept.
 
-Where fusion has put kernels into the model, the unsplit program has them too: a split has to beat
-that. What outputs are compared with is the model as it was given, which is timed as well. A split
-that needs more memory than the device has is not run.
+It serves calls without state and steps that carry state alike. One rule of memory: a program that
+needs more than the device has room for is not run. One rule of noise: a program is faster than
+another if what it saves, round by round, exceeds the spread of these savings. All programs are
+compared with the model as it was given, which is timed as well; a split has to beat the fastest
+whole batch.
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-from jaxtyping import Array
 
 from pbjax.errors import MemoryBudgetError
 from pbjax.planning.plan import Decision, Plan, Seconds
-from pbjax.program.analysis import PROBE_SIZE, Analysis
-from pbjax.runtime.compilation import (
-    CompiledProgram,
-    PackedWeights,
-    ProgramSpec,
-    compile_all,
-    lower_split,
-    lower_unsplit,
-    measure,
-    overlapped_share,
-    verify,
-)
-from pbjax.runtime.execution import overlap_options
+from pbjax.planning.profiling import Timing
+from pbjax.program.analysis import Analysis
+from pbjax.runtime.compilation import CompiledProgram, compile_all
 from pbjax.runtime.measured_programs import MeasuredProgram, joined, milliseconds
 from pbjax.runtime.phases import Phases
 from pbjax.runtime.program_cache import verified_difference
-from pbjax.tuning.choices import Choice, device_room
+from pbjax.runtime.timing import sample_in_turn
+from pbjax.tuning.shortlist import Shortlist, device_room
+from pbjax.tuning.workload import TimedProgram, Workload
 
-# A split is kept only if it gains more than this many times the spread of the timings.
+# A program is kept over another only if it gains more than this many times the spread of the gain.
 NOISE_FACTOR = 2.0
-# More blocks in one step take minutes to compile.
-MAX_UNROLL = 16
-
-# What a plan says of each program that may be kept.
-_DECISIONS: dict[str, Decision] = {
-    "plain": "plain",
-    "unsplit": "unsplit",
-    "sequential": "split",
-    "split": "split",
-}
 
 PLAIN_WINS = "the model as it was given is faster than with the kernels that fusion found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What tuning came to.
+
+    Attributes:
+      kept: The program that runs.
+      plan: The decision.
+      programs: The programs that were timed.
+      warnings: Programs that do not fit the device, and what they need.
+    """
+
+    kept: CompiledProgram
+    plan: Plan
+    programs: tuple[MeasuredProgram, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """The program that is kept, the split that stands in the plan, if any was timed, and why."""
+
+    kept: CompiledProgram
+    split: CompiledProgram | None
+    reason: str
 
 
 def verify_fusion(analysis: Analysis, phases: Phases) -> None:
@@ -57,276 +66,219 @@ def verify_fusion(analysis: Analysis, phases: Phases) -> None:
     """
     if analysis.fused:
         with phases.phase("verify fusion"):
-            analysis.traced_at(PROBE_SIZE).verify()
+            analysis.probe.verify()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """What came of it.
-
-    Attributes:
-      kept: The program that runs.
-      plan: The decision.
-      programs: What was timed.
-      warnings: Splits that do not fit the device, and what they need.
-    """
-
-    kept: CompiledProgram
-    plan: Plan
-    programs: tuple[MeasuredProgram, ...]
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """Which of the programs is kept, which split stands in the plan, and why."""
-
-    kept: CompiledProgram
-    split: CompiledProgram
-    reason: str
-
-
-def run_contest(
-    analysis: Analysis,
-    weights: PackedWeights,
-    leaves: Sequence[Array],
-    choice: Choice,
-    phases: Phases,
-    *,
-    unroll: int | None,
-) -> Contest:
-    """Builds the unsplit program and the chosen splits, and keeps the faster.
+def autotune(workload: Workload, shortlist: Shortlist, phases: Phases) -> Tuned:
+    """Builds the programs of a shortlist and keeps the fastest.
 
     Args:
-      analysis: The model.
-      weights: Of all split programs of the model.
-      leaves: Leaves of example inputs of this batch size.
-      choice: What to build, and whether the decision is settled already.
+      workload: What the programs are made of and run on.
+      shortlist: What to build, and whether the decision is settled already.
       phases: Clocks compiling, verifying and timing.
-      unroll: Blocks in one step of a split program's loop, unless a plan says it; None lets
-        several compete where overlap ends at the boundary of a step.
 
     Returns:
       The program to run, the plan, and the timings.
 
     Raises:
       VerificationError: A program's outputs are not those of the model as it was given.
-      MemoryBudgetError: The split that the caller gives does not fit the device.
+      MemoryBudgetError: A split that is to run whatever it takes does not fit the device.
     """
-    if choice.plan is not None and _settled(choice):
-        return _run_plan(analysis, weights, leaves, choice, choice.plan, phases)
-    whole = ProgramSpec(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
-    specs = _contenders(choice, unroll, analysis.summary.num_blocks - 1)
-    given = replace(whole, plain=True, predicted_s=None)
-    wholes = (given, whole) if analysis.fused else (whole,)
-    lower = [partial(lower_unsplit, analysis, leaves, spec) for spec in wholes]
-    lower += [partial(lower_split, analysis, weights, leaves, spec) for spec in specs]
-    with phases.phase("compile", len(lower)) as report:
-        built = compile_all(lower, report)
-    unsplit, compiled = built[: len(wholes)], built[len(wholes) :]
-    splits, warnings = _fitting(compiled, choice, device_room(analysis.device))
-    programs = (*unsplit, *splits)
+    if shortlist.plan is not None:
+        return Tuned(kept=_planned(workload, shortlist, phases), plan=shortlist.plan)
+    specs = (*shortlist.wholes, *shortlist.splits)
+    with phases.phase("compile", len(specs)) as report:
+        built = compile_all([partial(workload.lower, spec) for spec in specs], report)
+    programs, warnings = _fitting(built, shortlist, _room(workload))
     with phases.phase("verify") as report:
-        difference = verify(analysis, leaves, programs[1:], programs[0], report)
-    timed: tuple[MeasuredProgram, ...] = ()
+        found = workload.differences(programs[1:], programs[0], report)
+    timed: list[TimedProgram] = []
     if len(programs) > 1:
         with phases.phase("measure") as report:
-            timed = _traced(programs, measure(programs, leaves, report), leaves)
-    verdict = _decide(unsplit, splits, timed, choice)
-    return Contest(
+            timed = _traced(workload, measure(workload, programs, report))
+    verdict = _decide(shortlist, programs, timed)
+    difference = max(found, default=None)
+    return Tuned(
         kept=verdict.kept,
-        plan=_plan(analysis, choice, verdict, timed, difference=difference),
-        programs=timed,
+        plan=_plan(workload.analysis, shortlist, verdict, timed, difference=difference),
+        programs=tuple(program.row() for program in timed),
         warnings=warnings,
     )
 
 
-def _run_plan(
-    analysis: Analysis,
-    weights: PackedWeights,
-    leaves: Sequence[Array],
-    choice: Choice,
-    plan: Plan,
-    phases: Phases,
-) -> Contest:
-    """Builds the program of a plan that decides; checks it unless that was done before."""
-    whole = ProgramSpec(sizes=(choice.batch_size,), staggers=(0,), predicted_s=choice.unsplit_s)
-    given = replace(whole, plain=True, predicted_s=None)
+def measure(
+    workload: Workload,
+    programs: Sequence[CompiledProgram],
+    progress: Callable[[int, int, str], None],
+) -> list[TimedProgram]:
+    """Times programs in turn on the same inputs."""
+    seconds = sample_in_turn(map(workload.sampler, programs), progress)
+    pairs = zip(programs, seconds, strict=True)
+    return [TimedProgram(program=program, seconds=each) for program, each in pairs]
+
+
+def _planned(workload: Workload, shortlist: Shortlist, phases: Phases) -> CompiledProgram:
+    """The program of a plan that decides; it is verified unless that was done before."""
+    reference, *_ = specs = (*shortlist.wholes, *shortlist.splits)
     with phases.phase("compile") as report:
-        if choice.specs and plan.decision == "split":
-            spec = choice.specs[0]
-            lower = partial(lower_split, analysis, weights, leaves, spec)
-        else:
-            spec = given if plan.decision == "plain" or not analysis.fused else whole
-            lower = partial(lower_unsplit, analysis, leaves, spec)
-        (kept,) = compile_all([lower], report)
-        reference = None
-        if spec != given and verified_difference(kept.key) is None:
-            report(1, 2, "the model as given, to compare with")
-            (reference,) = compile_all([partial(lower_unsplit, analysis, leaves, given)], report)
-    if reference is not None:
-        with phases.phase("verify") as report:
-            verify(analysis, leaves, (kept,), reference, report)
-    return Contest(kept=kept, plan=plan, programs=())
+        (kept,) = compile_all([partial(workload.lower, specs[-1])], report)
+        if kept.spec == reference or verified_difference(kept.key) is not None:
+            return kept
+        report(1, 2, "the model as given, to compare with")
+        (given,) = compile_all([partial(workload.lower, reference)], report)
+    with phases.phase("verify") as report:
+        workload.differences((kept,), given, report)
+    return kept
 
 
-def _settled(choice: Choice) -> bool:
-    """Whether a plan from this device and version of jax decides."""
-    return choice.plan is not None and not choice.warnings
-
-
-def _contenders(choice: Choice, unroll: int | None, steps: int) -> tuple[ProgramSpec, ...]:
-    """The splits to build, the best first.
-
-    Of the best also: without staggers, to tell overlap from splitting; without budgets; and with
-    more blocks in a step, where the caller leaves that open.
-
-    Args:
-      choice: What the search, the caller or a plan chose.
-      unroll: What the caller gives.
-      steps: Of the loop.
-    """
-    if not choice.specs:
-        return ()
-    specs = choice.specs
-    if choice.plan is None:
-        specs = tuple(replace(spec, unroll=unroll or 1) for spec in specs)
-    best = specs[0]
-    if not any(best.staggers):
-        return specs
-    others = [replace(best, staggers=(0,) * len(best.sizes), sm_budgets={}, predicted_s=None)]
-    if best.sm_budgets and not choice.reason:
-        others.append(replace(best, sm_budgets={}, predicted_s=None))
-    if unroll is None and not choice.reason:
-        others += [replace(best, unroll=each) for each in _unrolls(steps)]
-    return (*specs, *others)
-
-
-def _unrolls(steps: int) -> tuple[int, ...]:
-    """Blocks in one step that may be worth a try: a step is a CUDA graph of its own on a GPU."""
-    if not overlap_options():
-        return ()
-    return tuple(each for each in dict.fromkeys((2, steps)) if 1 < each <= min(steps, MAX_UNROLL))
+def _room(workload: Workload) -> int:
+    """Bytes that a program may need while programs are compared."""
+    return device_room(workload.analysis.device) - workload.held_bytes
 
 
 def _fitting(
-    splits: Sequence[CompiledProgram], choice: Choice, room: int
+    built: Sequence[CompiledProgram], shortlist: Shortlist, room: int
 ) -> tuple[list[CompiledProgram], tuple[str, ...]]:
-    """The splits that fit the device, and a line about each of the others.
+    """The programs that fit the device, and a line about each of the others.
+
+    The whole batch as the model writes it is always among them: nothing needs less.
 
     Raises:
-      MemoryBudgetError: The split that is to run whatever it takes is among the others.
+      MemoryBudgetError: The split that is to run whatever it takes does not fit.
     """
-    fitting = [split for split in splits if split.needed_bytes <= room]
+
+    def fits(program: CompiledProgram) -> bool:
+        as_written = program.spec.is_whole and not program.spec.variant
+        return as_written or program.needed_bytes <= room
+
+    too_large = [program for program in built if not fits(program)]
     lines = tuple(
-        f"{split.spec.label} {joined(split.spec.sizes)} needs {split.needed_bytes / 1e9:.3g} GB, "
-        f"{split.temporary_bytes / 1e9:.3g} of them temporary; {room / 1e9:.3g} GB are there: "
-        "not run"
-        for split in splits
-        if split.needed_bytes > room
+        f"{program.spec.label} {joined(program.spec.sizes)} needs "
+        f"{program.needed_bytes / 1e9:.3g} GB, {program.temporary_bytes / 1e9:.3g} of them "
+        f"temporary; {room / 1e9:.3g} GB are there: not run"
+        for program in too_large
     )
-    if splits and choice.reason and splits[0].needed_bytes > room:
+    if shortlist.forced and shortlist.splits[0] in [program.spec for program in too_large]:
+        (line,) = (each for each in lines if each.startswith(shortlist.splits[0].label))
         raise MemoryBudgetError(
-            f"optimize(split={splits[0].spec.sizes}): {lines[0].removesuffix(': not run')}; what "
+            f"optimize(split={shortlist.splits[0].sizes}): {line.removesuffix(': not run')}; what "
             "fits the device is allowed; lower the batch, or leave the split out to search"
         )
-    return fitting, lines
+    return [program for program in built if fits(program)], lines
 
 
-def _traced(
-    programs: Sequence[CompiledProgram],
-    timed: Sequence[MeasuredProgram],
-    leaves: Sequence[Array],
-) -> tuple[MeasuredProgram, ...]:
+def _traced(workload: Workload, timed: list[TimedProgram]) -> list[TimedProgram]:
     """The timings, of the fastest staggered program with what overlaps in it."""
-    staggered = [i for i, program in enumerate(timed) if program.name == "split"]
+    staggered = [each for each in timed if any(each.spec.staggers)]
     if not staggered:
-        return tuple(timed)
-    fastest = min(staggered, key=lambda i: timed[i].measured_s)
-    share = overlapped_share(programs[fastest], leaves)
-    return tuple(
-        replace(program, overlapped_share=share) if i == fastest else program
-        for i, program in enumerate(timed)
-    )
+        return timed
+    fastest = min(staggered, key=lambda each: each.median_s)
+    share = workload.overlapped_fraction(fastest.program)
+    return [replace(each, overlapped_share=share) if each is fastest else each for each in timed]
 
 
 def _decide(
-    wholes: Sequence[CompiledProgram],
-    splits: Sequence[CompiledProgram],
-    timed: Sequence[MeasuredProgram],
-    choice: Choice,
+    shortlist: Shortlist, programs: Sequence[CompiledProgram], timed: Sequence[TimedProgram]
 ) -> _Verdict:
-    """Keeps one of the unsplit programs, the one without fusion first, or of the splits."""
-    if splits and choice.reason:  # the caller or a plan has decided
-        return _Verdict(kept=splits[0], split=splits[0], reason=choice.reason)
-    place = _better_whole(timed[: len(wholes)])
-    unsplit = wholes[place]
+    """Keeps the fastest whole batch, or a split that is faster than that."""
+    splits = [program for program in programs if not program.spec.is_whole]
+    if shortlist.forced:
+        return _Verdict(kept=splits[0], split=splits[0], reason=shortlist.reason)
+    no_split = shortlist.reason or "no split fits the device"
+    if not timed:
+        return _Verdict(kept=programs[0], split=None, reason=no_split)
+    whole, better = _best_whole([each for each in timed if each.spec.is_whole])
     if not splits:
-        reason = choice.reason or "no split fits the device"
-        reason = f"{reason}; {PLAIN_WINS}" if unsplit.spec.plain else reason
-        return _Verdict(kept=unsplit, split=unsplit, reason=reason)
-    base, others = timed[place], timed[len(wholes) :]
-    index = min(range(len(others)), key=lambda i: others[i].measured_s)
-    fastest, gain = others[index], base.measured_s - others[index].measured_s
-    noise = NOISE_FACTOR * max(base.spread_s, fastest.spread_s)
-    figures = (
-        f"{fastest.label} {joined(fastest.sizes)} takes {milliseconds(fastest.measured_s)} ms, "
-        f"{base.name} {milliseconds(base.measured_s)} ms"
-    )
-    if gain > noise:
-        speedup = base.measured_s / fastest.measured_s
-        reason = f"{figures}: {speedup:.3f}x, more than the noise of {milliseconds(noise)} ms"
-        return _Verdict(kept=splits[index], split=splits[index], reason=reason)
-    lost = "slower" if gain <= 0 else f"the gain is inside the noise of {milliseconds(noise)} ms"
-    return _Verdict(kept=unsplit, split=splits[index], reason=f"{figures}: {lost}")
+        reason = "; ".join(part for part in (no_split, better) if part)
+        return _Verdict(kept=whole.program, split=None, reason=reason)
+    split = min((t for t in timed if not t.spec.is_whole), key=lambda each: each.median_s)
+    comparison, is_faster = _compare(split, whole)
+    kept = split if is_faster else whole
+    return _Verdict(kept=kept.program, split=split.program, reason=comparison)
 
 
-def _better_whole(timed: Sequence[MeasuredProgram]) -> int:
-    """The unsplit program with kernels, unless the model is faster as it was given."""
-    if len(timed) < 2:
-        return 0
-    plain, fused = timed
-    noise = NOISE_FACTOR * max(plain.spread_s, fused.spread_s)
-    return 0 if fused.measured_s - plain.measured_s > noise else 1
+def _best_whole(wholes: Sequence[TimedProgram]) -> tuple[TimedProgram, str]:
+    """The whole batch with kernels as the model is written, or what is faster, and why."""
+    base = next((each for each in wholes if each.spec.name == "unsplit"), wholes[0])
+    gains = [(each.gain_over(base), each) for each in wholes if each is not base]
+    faster = [(gain.median_s, each) for gain, each in gains if _exceeds_noise(gain)]
+    if not faster:
+        return base, ""
+    _, best = max(faster, key=lambda pair: pair[0])
+    return best, PLAIN_WINS if best.spec.plain else _compare(best, base)[0]
+
+
+def _compare(one: TimedProgram, other: TimedProgram) -> tuple[str, bool]:
+    """Figures of two programs in a line, and whether the first is faster by more than the noise."""
+    gain, seconds = one.gain_over(other), (one.median_s, other.median_s)
+    sizes = "" if one.spec.is_whole else f" {joined(one.spec.sizes)}"
+    one_ms, other_ms, noise_ms = map(milliseconds, (*seconds, NOISE_FACTOR * gain.spread_s))
+    figures = f"{one.spec.label}{sizes} takes {one_ms} ms, {other.spec.label} {other_ms} ms"
+    if _exceeds_noise(gain):
+        ratio = seconds[1] / seconds[0]
+        return f"{figures}: {ratio:.3f}x, more than the noise of {noise_ms} ms", True
+    inside = f"the gain is inside the noise of {noise_ms} ms"
+    return f"{figures}: {'slower' if gain.median_s <= 0 else inside}", False
+
+
+def _exceeds_noise(gain: Timing) -> bool:
+    return gain.median_s > NOISE_FACTOR * gain.spread_s
 
 
 def _plan(
     analysis: Analysis,
-    choice: Choice,
+    shortlist: Shortlist,
     verdict: _Verdict,
-    timed: Sequence[MeasuredProgram],
+    timed: Sequence[TimedProgram],
     *,
     difference: float | None,
 ) -> Plan:
-    spec = verdict.split.spec
-    seconds = {}
-    for program in timed:  # the fastest first: budgets and unrolling tell others of a name apart
-        same = (program.name, program.sizes, program.staggers)
-        seconds[same] = min(program.measured_s, seconds.get(same, program.measured_s))
-    whole = (choice.batch_size,), (0,)
+    kept = verdict.kept.spec
+    split = verdict.split.spec if verdict.split else None
+    shown = split or kept
     return Plan(
         model=analysis.model.name,
         fingerprint=analysis.fingerprint,
         device_kind=analysis.device.kind,
         jax=jax.__version__,
-        batch_size=choice.batch_size,
-        sizes=spec.sizes,
-        staggers=spec.staggers,
-        unroll=spec.unroll,
-        compiler_options=dict(verdict.split.options),
-        decision=_DECISIONS[verdict.kept.spec.name],
+        batch_size=shortlist.batch_size,
+        sizes=shown.sizes,
+        staggers=shown.staggers,
+        unroll=shown.unroll,
+        sm_budgets=shown.sm_budgets,
+        layers=kept.layers,
+        compiler_options=dict(kept.compiler_options),
+        decision=_decision(verdict.kept),
         reason=verdict.reason,
-        digest=choice.digest,
-        predicted=Seconds(unsplit=choice.unsplit_s, split=spec.predicted_s),
-        measured=Seconds(
-            plain=seconds.get(("plain", *whole)),
-            unsplit=seconds.get(("unsplit", *whole)),
-            sequential=seconds.get(("sequential", spec.sizes, (0,) * len(spec.sizes))),
-            split=seconds.get((spec.name, spec.sizes, spec.staggers))
-            if len(spec.sizes) > 1
-            else None,
-        ),
+        digest=shortlist.digest,
+        predicted=Seconds(unsplit=shortlist.whole_s, split=split.predicted_s if split else None),
+        measured=_seconds(timed, verdict),
         max_difference=difference,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        sm_budgets=spec.sm_budgets,
+    )
+
+
+def _decision(kept: CompiledProgram) -> Decision:
+    if not kept.spec.is_whole:
+        return "split"
+    return "plain" if kept.spec.plain else "unsplit"
+
+
+def _seconds(timed: Sequence[TimedProgram], verdict: _Verdict) -> Seconds:
+    """Seconds of the programs that the plan names."""
+    kept, split = verdict.kept, verdict.split
+
+    def of(program: CompiledProgram) -> float | None:
+        return next((each.median_s for each in timed if each.program is program), None)
+
+    def first(name: str, sizes: tuple[int, ...]) -> float | None:
+        found = (each for each in timed if (each.spec.name, each.spec.sizes) == (name, sizes))
+        return next((each.median_s for each in found), None)
+
+    whole = (sum(kept.spec.sizes),)
+    return Seconds(
+        plain=first("plain", whole),
+        unsplit=of(kept) if kept.spec.name == "unsplit" else first("unsplit", whole),
+        sequential=first("sequential", split.spec.sizes) if split else None,
+        split=of(split) if split else None,
     )

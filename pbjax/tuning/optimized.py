@@ -1,10 +1,13 @@
-"""The callable that `optimize` hands out: one compiled program for each declared batch size."""
+"""The callable that `optimize` returns, and how it runs calls without state.
+
+A step that carries state runs by `decode.state`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,7 +15,7 @@ from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
 from pbjax.planning.plan import Plan
-from pbjax.program.analysis import BatchAxes
+from pbjax.program.analysis import Analysis
 from pbjax.tuning.report import Report
 
 type Dtype = Any  # of numpy, or one of JAX's own, as random keys have
@@ -23,95 +26,108 @@ class Bucket:
     """A batch size that a program is compiled for.
 
     Attributes:
-      plan: How the batch is run.
+      batch_size: Its rows.
       signature: Shape and dtype of each input leaf.
       program: Compiled; called as program(weights, *leaves), returns the model's output.
       pack: From leaves of the params to the weights that the program takes.
       weights: What pack returned for the model's own params.
     """
 
-    plan: Plan
+    batch_size: int
     signature: tuple[tuple[tuple[int, ...], Dtype], ...]
     program: Callable
     pack: Callable[[Sequence[Array]], tuple[Array, ...]]
     weights: tuple[Array, ...]
 
 
-class Optimized:
-    """A model that runs as planned; called like the model.
-
-    Batches of a declared size run as they are. A smaller one is padded through host memory to the
-    next declared size by repeating its last row, and the padding is cut off the outputs; a larger
-    one, or another shape or dtype, is an error. Nothing is compiled after construction.
-    """
-
-    def __init__(
-        self,
-        buckets: Mapping[int, Bucket],
-        batch: BatchAxes,
-        out_axes: Sequence[int | None],
-        params: object,
-        report: Report,
-    ):
-        """Wraps compiled programs.
-
-        Args:
-          buckets: By batch size.
-          batch: Where the batch is in the inputs.
-          out_axes: Batch axis of each output leaf, or None.
-          params: The model's params, or their shapes and dtypes.
-          report: What was found out on the way.
-        """
-        self._buckets = dict(sorted(buckets.items()))
-        self._plan = next(reversed(self._buckets.values())).plan
-        self._batch = batch
-        self._out_axes = tuple(out_axes)
-        leaves, self._params_tree = jax.tree.flatten(params)
-        self._params_signature = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        self._report = report
-        self._row_leaf = next(i for i, axis in enumerate(batch.axes) if axis is not None)
-        self._row_axis = next(axis for axis in batch.axes if axis is not None)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the largest batch."""
-        return self._plan
+@runtime_checkable
+class Runner(Protocol):
+    """How an `Optimized` runs; its methods of the same names say what each of these does."""
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """The declared batch sizes, ascending."""
-        return tuple(self._buckets)
+        ...
+
+    def __call__(self, *inputs: object) -> object:
+        """Runs the function."""
+        ...
+
+    def apply(self, params: object, *inputs: object) -> object:
+        """Runs the function with other params."""
+        ...
+
+    def hold(self, state: object) -> object:
+        """Takes a state over."""
+        ...
+
+    def release(self, held: object) -> object:
+        """The state as a whole again."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the weights and programs."""
+        ...
+
+
+class Optimized:
+    """A function that runs as planned; called like the function that was optimised.
+
+    A call without state may have fewer rows than a declared batch size: they are padded, and the
+    padding is cut off the outputs. Another shape or dtype is an error. Nothing is compiled after
+    construction.
+
+    A step that carries state (`optimize(..., state=)`) takes its state held on the device, in the
+    pieces of its sub-batches, and returns it so; each call uses up the state that it is given:
+
+    held = step.hold(cache)
+    out = step(tokens, held)  # out.cache is held, and goes into the next call
+    cache = step.release(out.cache)
+    """
+
+    def __init__(self, runner: Runner, report: Report):
+        """Wraps compiled programs.
+
+        Args:
+          runner: Runs them.
+          report: What was found out on the way, the plan included.
+        """
+        self._runner = runner
+        self._report = report
 
     @property
-    def num_compiled(self) -> int:
-        """How many programs were compiled to be called: one for each declared size."""
-        return len(self._buckets)
+    def plan(self) -> Plan:
+        """The plan; with several batch sizes that of the largest."""
+        return self._report.plan
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The declared batch sizes, ascending."""
+        return self._runner.buckets
 
     def report(self) -> Report:
         """Classes, stages, split, timetable, predicted and measured seconds; print it."""
         return self._report
 
     def __call__(self, *inputs: object) -> object:
-        """Runs the model on a batch.
+        """Runs the function.
 
         Args:
-          *inputs: Like the example inputs, with at most as many rows as the largest declared size.
+          *inputs: Like the example inputs; without state with at most as many rows as the largest
+            declared size; with state, the state held.
 
         Returns:
-          What the model returns.
+          What the function returns, with a held state in the place of the new state.
 
         Raises:
-          InputError: The batch, a shape or a dtype is not what was planned for.
+          InputError: The batch, a shape or a dtype is not what was planned for, or the state was
+            used up, or is another step's. A state that was passed is as it was.
+          InputTypeError: The inputs have another structure, or the state is not held.
         """
-        leaves = self._leaves(inputs)
-        bucket = self._buckets.get(self._num_rows(leaves))
-        if bucket is None:
-            return self._padded(leaves, None)
-        check_alike("call: input", leaves, bucket.signature)
-        return _run(bucket.program, bucket.weights, leaves)
+        return self._runner(*inputs)
 
     def apply(self, params: object, *inputs: object) -> object:
-        """Runs the model with other params of the same structure, shapes and dtypes.
+        """Runs a function without state with other params of the same structure and shapes.
 
         The weights of the layers are stacked in every call: for a few calls, not for a hot loop.
 
@@ -120,8 +136,77 @@ class Optimized:
           *inputs: As in a call.
 
         Raises:
-          InputError: The params have another structure, shape or dtype, or the inputs do not fit.
+          InputError: The params have another structure, shape or dtype, the inputs do not fit, or
+            the function carries state.
         """
+        return self._runner.apply(params, *inputs)
+
+    def hold(self, state: object) -> object:
+        """Takes a step's state over: its arrays are used up by the next call.
+
+        Args:
+          state: Like the example's.
+
+        Raises:
+          InputTypeError: It has another structure.
+          InputError: It has other shapes or dtypes, was used up, or the function carries no state.
+        """
+        return self._runner.hold(state)
+
+    def release(self, held: object) -> object:
+        """The state as a whole again; `held` is used up.
+
+        Raises:
+          InputTypeError: It is not held.
+          InputError: It was used up, is another step's, or the function carries no state.
+        """
+        return self._runner.release(held)
+
+    def close(self) -> None:
+        """Lets go of the weights and programs; a later call is an error."""
+        self._runner.close()
+
+
+class BucketedCall:
+    """Runs calls without state: one compiled program for each declared batch size.
+
+    A smaller batch is padded through host memory to the next declared size by repeating its last
+    row; where the rows of a batch depend on each other there is no padding.
+    """
+
+    def __init__(self, buckets: Mapping[int, Bucket], analysis: Analysis):
+        """Wraps compiled programs.
+
+        Args:
+          buckets: Programs by batch size.
+          analysis: The model; neither it nor its params are kept.
+        """
+        self._buckets = dict(sorted(buckets.items()))
+        self._batch = batch = analysis.batch
+        self._out_axes = tuple(analysis.out_axes)
+        self._unsplittable = analysis.unsplittable
+        params = jax.eval_shape(lambda: analysis.model.params)
+        leaves, self._params_tree = jax.tree.flatten(params)
+        self._params_signature = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        self._row_leaf = next(i for i, axis in enumerate(batch.axes) if axis is not None)
+        self._row_axis = next(axis for axis in batch.axes if axis is not None)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The declared batch sizes, ascending."""
+        return tuple(self._buckets)
+
+    def __call__(self, *inputs: object) -> object:
+        """Runs the model on a batch."""
+        leaves = self._leaves(inputs)
+        bucket = self._buckets.get(self._num_rows(leaves))
+        if bucket is None:
+            return self._padded(leaves, None)
+        check_alike("call: input", leaves, bucket.signature)
+        return _run(bucket.program, bucket.weights, leaves)
+
+    def apply(self, params: object, *inputs: object) -> object:
+        """Runs the model on a batch with other params."""
         leaves, tree = jax.tree.flatten(params)
         if tree != self._params_tree:
             raise InputError(
@@ -136,8 +221,16 @@ class Optimized:
         check_alike("call: input", rows, bucket.signature)
         return _run(bucket.program, bucket.pack(leaves), rows)
 
+    def hold(self, state: object) -> object:
+        """Refuses: there is no state."""
+        raise _no_state("hold")
+
+    def release(self, held: object) -> object:
+        """Refuses: there is no state."""
+        raise _no_state("release")
+
     def close(self) -> None:
-        """Lets go of the weights and programs; a later call is an error."""
+        """Lets go of the weights and programs."""
         self._buckets = {}
 
     def _leaves(self, inputs: tuple[object, ...]) -> list[Any]:
@@ -174,6 +267,13 @@ class Optimized:
                 f"call(batch={size}): close() has let go of the programs; calls before it are "
                 "allowed; optimize again"
             )
+        if self._unsplittable:
+            raise InputError(
+                f"call(batch={size}): the rows of a batch depend on each other "
+                f"({self._unsplittable}), so a batch of another size cannot be padded; "
+                f"{self.buckets[0]} rows are allowed; pass these, or optimize again with an "
+                "example of that batch"
+            )
         bucket = next((b for rows, b in self._buckets.items() if rows >= size), None)
         if bucket is None or size == 0:
             raise InputError(
@@ -184,9 +284,7 @@ class Optimized:
         refuse_traced("call", leaves)
         self._check_rows(leaves, size)
         padded = [
-            x
-            if axis is None
-            else _on_host(x, partial(_pad, axis=axis, size=bucket.plan.batch_size))
+            x if axis is None else _on_host(x, partial(_pad, axis=axis, size=bucket.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
         check_alike("call: input", padded, bucket.signature)
@@ -197,6 +295,13 @@ class Optimized:
             for y, axis in zip(outputs, self._out_axes, strict=True)
         ]
         return jax.tree.unflatten(tree, cut)
+
+
+def _no_state(method: str) -> InputError:
+    return InputError(
+        f"{method}: this function carries no state; steps that were optimized with state= hold "
+        "one; call it with its inputs, or optimize it again with state="
+    )
 
 
 def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -> object:

@@ -1,27 +1,21 @@
-"""What `optimize` found out, as plain data, as text and as a dict. Computes nothing new.
-
-The text has one section for each step, in the order of the pipeline: classes, stages, profile,
-search, timetable, measured, phases, decision.
-"""
+"""What `optimize` found out, as plain data. Its text is made in `report_text`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from pbjax.fusion import FusionReport
-from pbjax.graph.classify import ClassShare
+from pbjax.graph.classify import ClassShare, class_shares
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
-from pbjax.planning.program_summary import ProgramSummary, StageInfo
-from pbjax.planning.search import Candidate, SearchResult
-from pbjax.planning.timetable import PROLOGUE, Slot, Timetable
-from pbjax.runtime.measured_programs import (
-    MeasuredProgram,
-    joined,
-    milliseconds,
-    programs_section,
-    table,
-)
+from pbjax.planning.program_summary import ProgramSummary
+from pbjax.planning.search import SearchResult
+from pbjax.planning.timetable import Timetable, timetable
+from pbjax.program.analysis import Analysis
+from pbjax.runtime.measured_programs import MeasuredProgram
 from pbjax.runtime.phases import Phase
+from pbjax.tuning.autotune import Tuned
+from pbjax.tuning.report_text import report_text
+from pbjax.tuning.shortlist import Shortlist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +24,41 @@ class SplitTimetable:
 
     sizes: tuple[int, ...]
     timetable: Timetable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """What was found out about the state of a step, and about what can overlap in it.
+
+    Attributes:
+      state_bytes: Bytes of the state.
+      compute_kernels: Operations of a sub-batch that can share a launch with a memory kernel.
+      memory_kernels: Operations of a sub-batch that can run beside a compute kernel.
+      overlapped_fraction: Share of the memory kernels' seconds that runs beside compute kernels in
+        the interleaved program; 0 if there is none.
+    """
+
+    state_bytes: int
+    compute_kernels: int
+    memory_kernels: int
+    overlapped_fraction: float
+
+    def __str__(self) -> str:
+        """The state and what can overlap, in two lines."""
+        return f"state: {self.state_bytes / 1e6:,.1f} MB\n{self._overlap()}"
+
+    def _overlap(self) -> str:
+        if self.compute_kernels and self.memory_kernels:
+            return (
+                f"{self.compute_kernels} compute kernels and {self.memory_kernels} memory kernels; "
+                f"{self.overlapped_fraction:.0%} of the memory kernels' time is overlapped"
+            )
+        found = {"compute": self.compute_kernels, "memory": self.memory_kernels}
+        lacking = " and no ".join(name for name, count in found.items() if not count)
+        return (
+            f"nothing can overlap: no {lacking} kernels; the matrix products and the decode "
+            "attention of models.with_kernels on a Hopper GPU are such"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +84,7 @@ class Report:
       phases: Where the time went.
       warnings: Things that changed a result or a cost.
       fusion: What became of the model by kernels.
+      state: The state of a step; None for a function without state.
     """
 
     model: str
@@ -75,6 +105,7 @@ class Report:
     phases: tuple[Phase, ...]
     warnings: tuple[str, ...]
     fusion: FusionReport
+    state: StateReport | None = None
 
     def to_dict(self) -> dict[str, object]:
         """The report as JSON-compatible data, without the search's trajectory."""
@@ -97,190 +128,12 @@ class Report:
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "warnings": list(self.warnings),
             "fusion": self.fusion.to_dict(),
+            "state": asdict(self.state) if self.state else None,
         }
 
     def __str__(self) -> str:
         """All sections that there is something to say in."""
-        sections = (
-            classes_section(self),
-            str(self.fusion),
-            stages_section(self),
-            profile_section(self),
-            search_section(self),
-            timetable_section(self),
-            programs_section(self.programs, self.batch_size),
-            phases_section(self.phases),
-            decision_section(self),
-        )
-        return "\n\n".join(section for section in sections if section)
-
-
-def classes_section(report: Report) -> str:
-    """Operations by resource class with their shares."""
-    totals = [sum(getattr(share, key) for share in report.classes) for key in _SHARED]
-    rows = []
-    for share in report.classes:
-        values = [getattr(share, key) for key in _SHARED]
-        shares = [
-            f"{value / total:.1%}" if total else "-"
-            for value, total in zip(values, totals, strict=True)
-        ]
-        rows.append((share.resource, share.operations, *shares))
-    text = table(
-        f"{report.model}, batch {report.batch_size}, on {report.device_kind}",
-        ("class", "operations", "FLOPs", "bytes", "predicted time"),
-        rows,
-    )
-    total = f"all: {totals[0] / 1e9:,.1f} GFLOP, {totals[1] / 1e9:,.2f} GB unfused"
-    if report.unknown:
-        total += f"; cost unknown, counted by bytes: {', '.join(report.unknown)}"
-    return f"{text}\n{total}"
-
-
-def stages_section(report: Report) -> str:
-    """Prologue, block and epilogue with their stages."""
-    block = report.summary.block
-    measured = report.measured_summary or report.summary
-    chains = [(o.prologue, *o.block, o.epilogue) for o in (report.summary, measured)]
-    letters = ["-", *(_letter(i) for i in range(len(block))), "-"]
-    rows = [
-        _stage_row(letter, stage, other)
-        for letter, stage, other in zip(letters, *chains, strict=True)
-        if stage is not None and other is not None
-    ]
-    how = "one scan" if report.scanned else "equal runs of operations"
-    repeated = f"{report.summary.num_blocks} x a block of {report.operations_per_block} operations"
-    title = f"stages: {repeated} in {len(block)} stages ({how})"
-    if report.summary.num_blocks == 1:
-        title = f"stages: nothing repeats; one block of {report.operations_per_block} operations"
-    return table(title, ("", "stage", "class", "input", "MFLOP/row", "kB/row", "weights MB"), rows)
-
-
-def profile_section(report: Report) -> str:
-    """Seconds of each different stage by batch size."""
-    if report.profile is None:
-        return ""
-    curves = [(stage, report.profile.curve(stage)) for stage in report.summary.stages]
-    sizes = sorted({size for _, curve in curves for size in curve.sizes})
-    rows = [
-        (stage.name, *(milliseconds(curve.at(s)) if s in curve.sizes else "-" for s in sizes))
-        for stage, curve in curves
-    ]
-    title = (
-        f"profile: ms by batch size; {report.rows_measured} rows measured now; unique stages "
-        f"{len(curves)} of {report.summary.num_stages_total}"
-    )
-    return table(title, ("stage", *map(str, sizes)), rows)
-
-
-def search_section(report: Report) -> str:
-    """What the search tried and chose."""
-    result = report.search
-    if result is None:
-        return ""
-    rows = [("best", result.best), ("runner-up", result.runner_up)]
-    rows += [(f"best of {n}", candidate) for n, candidate in sorted(result.by_count.items())]
-    title = (
-        f"search: {result.evaluations:,} evaluations in {result.seconds:.3f} s ({result.policy})"
-    )
-    if result.dropped:
-        title += f"; {result.dropped:,} dropped for memory"
-    columns = ("", "split", "staggers", "ms", "items/s", "balance", "bubbles")
-    legend = (
-        "balance: shortest over longest sub-batch; bubbles: share of the time in which the busiest "
-        "class\nidles; all predicted from the profile"
-    )
-    return f"{table(title, columns, [_candidate_row(n, c) for n, c in rows if c])}\n{legend}"
-
-
-def timetable_section(report: Report) -> str:
-    """Which stage of which sub-batch runs in which slot, as text."""
-    if not report.timetables:
-        return ""
-    letters = ", ".join(f"{_letter(i)} {s.name}" for i, s in enumerate(report.summary.block))
-    legend = f"timetable: < prologue, {letters}, > epilogue; ' = of the next block"
-    return "\n".join([legend, *(line for t in report.timetables for line in _timeline(t, report))])
-
-
-def _timeline(split: SplitTimetable, report: Report) -> list[str]:
-    timetable = split.timetable
-    parts = [
-        ("fill", timetable.fill),
-        (f"{timetable.num_blocks - 1} x", timetable.steady),
-        ("drain", timetable.drain),
-    ]
-    if timetable.num_blocks == 1:
-        del parts[1]
-    lines = []
-    for j, stagger in enumerate(timetable.staggers):
-        cells = [" ".join(_cell(slot, j, timetable) for slot in slots) for _, slots in parts]
-        rows = "1 row" if split.sizes[j] == 1 else f"{split.sizes[j]} rows"
-        lines.append((f"{rows}, {stagger} ahead", " | ".join(cells)))
-    title = f"{joined(split.sizes)}{_standing(split, report)}"
-    width = max(len(title), *(len(label) for label, _ in lines))
-    heads = [name.center(3 * len(slots) - 1) for name, slots in parts]
-    return [
-        f"{title:{width}}  {' | '.join(heads)}".rstrip(),
-        *(f"{label:{width}}  {cells}".rstrip() for label, cells in lines),
-    ]
-
-
-def _standing(split: SplitTimetable, report: Report) -> str:
-    """Why a timetable is shown."""
-    plan, timetable = report.plan, split.timetable
-    if (split.sizes, timetable.staggers) != (plan.sizes, plan.staggers):
-        return ", measured too"
-    return ", runs" if plan.decision == "split" else ", fastest split, not kept"
-
-
-def phases_section(phases: Sequence[Phase]) -> str:
-    """Where the time of `optimize` went."""
-    total = sum(phase.seconds for phase in phases)
-    parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in phases)
-    return f"phases: {total:.1f} s: {parts}"
-
-
-def decision_section(report: Report) -> str:
-    """Which program runs, and why."""
-    plan = report.plan
-    lines = [f"warning: {warning}" for warning in report.warnings]
-    # A plan that was given brings figures of its own day; nothing was timed now.
-    given = not report.programs and any(asdict(plan.measured).values())
-    origin = f", by a plan of {plan.date}, not measured again" if given else ""
-    if plan.max_difference is not None:
-        difference = f"{plan.max_difference:.2e}{origin}"
-        lines.append(f"largest difference from the outputs of the model as given: {difference}")
-    lines.append(f"decision: {plan.decision}{origin}: {plan.reason}")
-    return "\n".join(lines)
-
-
-_SHARED = ("flops", "bytes", "seconds")
-
-
-def _stage_row(letter: str, stage: StageInfo, measured: StageInfo) -> tuple[object, ...]:
-    moved = "" if measured.resource == stage.resource else f" -> {measured.resource}"
-    return (
-        letter,
-        stage.name,
-        f"{stage.resource}{moved}",
-        f"{stage.dtype}{list(stage.shape)}",
-        f"{stage.flops_per_row / 1e6:,.2f}",
-        f"{stage.bytes_per_row / 1e3:,.1f}",
-        f"{stage.weight_bytes / 1e6:,.2f}",
-    )
-
-
-def _candidate_row(name: str, candidate: Candidate) -> tuple[object, ...]:
-    prediction = candidate.prediction
-    return (
-        name,
-        joined(candidate.split.sizes),
-        ", ".join(map(str, candidate.staggers)),
-        milliseconds(prediction.makespan_s),
-        f"{prediction.items_per_s:,.1f}",
-        f"{prediction.balance:.2f}",
-        f"{prediction.bubble_fraction:.0%}",
-    )
+        return report_text(self)
 
 
 def _search_dict(result: SearchResult | None) -> dict[str, object] | None:
@@ -296,17 +149,56 @@ def _search_dict(result: SearchResult | None) -> dict[str, object] | None:
     }
 
 
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else str(index)
+def _timetables(
+    analysis: Analysis, plan: Plan, programs: Sequence[MeasuredProgram]
+) -> tuple[SplitTimetable, ...]:
+    """The timetable of the plan's split, then those of other staggered programs."""
+    staggered = [(p.sizes, p.staggers) for p in programs if any(p.staggers)]
+    splits = dict.fromkeys([(plan.sizes, plan.staggers), *staggered])
+    return tuple(
+        SplitTimetable(sizes=sizes, timetable=timetable(analysis.summary, staggers))
+        for sizes, staggers in splits
+        if len(sizes) > 1
+    )
 
 
-def _cell(slot: Slot, sub_batch: int, timetable: Timetable) -> str:
-    for task in slot:
-        if task.sub_batch == sub_batch:
-            if task.stage == PROLOGUE:
-                return "< "
-            if task.stage == timetable.num_stages:
-                return "> "
-            ahead = slot in timetable.steady and task.block == 1
-            return _letter(task.stage) + ("'" if ahead else " ")
-    return ". "
+def report_of(
+    analysis: Analysis,
+    shortlist: Shortlist,
+    tuned: Tuned,
+    phases: Sequence[Phase],
+    state: StateReport | None = None,
+) -> Report:
+    """What was found out on the way to a decision.
+
+    Args:
+      analysis: The function.
+      shortlist: The programs that were worth building.
+      tuned: What tuning came to.
+      phases: Where the time went.
+      state: The state of a step.
+    """
+    measurements, plan = shortlist.measurements, tuned.plan
+    operations = zip(analysis.graph.operations, analysis.labels, strict=True)
+    return Report(
+        model=analysis.model.name,
+        device_kind=analysis.device.kind,
+        batch_size=shortlist.batch_size,
+        classes=class_shares(analysis.labels),
+        unknown=tuple(sorted(o.primitive for o, label in operations if not label.cost.known)),
+        operations_per_block=len(analysis.program.block.operations),
+        scanned=analysis.scanned,
+        summary=analysis.summary,
+        profile=measurements.profile if measurements else None,
+        measured_summary=measurements.relabelled if measurements else None,
+        rows_measured=measurements.rows_measured if measurements else 0,
+        search=shortlist.search,
+        # The sub-batches of a step have no slots.
+        timetables=() if state else _timetables(analysis, plan, tuned.programs),
+        programs=tuned.programs,
+        plan=plan,
+        phases=tuple(phases),
+        warnings=(*shortlist.warnings, *tuned.warnings),
+        fusion=analysis.fusion,
+        state=state,
+    )

@@ -1,56 +1,170 @@
-"""What `optimize` is given: refused by name, before anything is traced, if it is of no use."""
+"""What `optimize` is asked for: checked once, before anything is traced, and handed on whole."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pbjax.arguments import check_type, whole_number
+from pbjax.arguments import check_type, whole_number, whole_numbers
 from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, InputError, InputTypeError
+from pbjax.fusion import Patterns, Selection, selection_of
+from pbjax.graph.functional import Model
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
-from pbjax.tuning.choices import whole_numbers
+from pbjax.runtime.phases import Progress
+
+type PathText = str | os.PathLike[str]
 
 
-def check_types(*, plan: object, profile: object, device: object, progress: object) -> None:
-    """Refuses a plan, profile, device or progress that is none.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A call of `pbjax.optimize`, where its arguments are described.
 
-    Raises:
-      InputTypeError: One is of another type.
+    Attributes:
+      model: The model.
+      inputs: Example inputs of a call.
+      variables: What `init` of an unbound linen module returned.
+      batch_axes: Where the batch is in the inputs, like in_axes of vmap.
+      split: Sizes of the sub-batches that are to run; None to search.
+      plan: The plan that is to run; None without one.
+      profile: The measured table or its file; None for the tables that ship.
+      device: Peak rates of the first device of JAX.
+      buckets: Further batch sizes.
+      unroll: Blocks in one step of the split program's loop; None lets several compete.
+      fuse: What to replace by kernels.
+      state: Number of the input that is carried from call to call; None without state.
+      progress: Called as progress(phase, done, total, item).
     """
-    file, found = (str, os.PathLike), "such as pbjax.device.find_device(kind)"
-    if plan is not None:
-        check_type("optimize(plan)", plan, (Plan, *file), "a pbjax.Plan, or its file,")
-    if profile is not None:
-        check_type("optimize(profile)", profile, (Profile, *file), "a pbjax.Profile, or its file,")
-    if device is not None:
-        check_type("optimize(device)", device, (Device,), f"a pbjax.Device, {found},")
-    if progress is not None and not callable(progress):
-        raise InputTypeError(
-            f"optimize(progress): a {type(progress).__name__}; a function of (phase, done, total, "
-            "item) is allowed; pass such, or leave out progress="
+
+    model: Model
+    inputs: tuple[object, ...]
+    variables: Mapping[str, object] | None = None
+    batch_axes: object = 0
+    split: tuple[int, ...] | None = None
+    plan: Plan | None = None
+    profile: Profile | PathText | None = None
+    device: Device = field(default_factory=lambda: this_device(None))
+    buckets: tuple[int, ...] = ()
+    unroll: int | None = None
+    fuse: Selection = field(default_factory=lambda: selection_of("auto"))
+    state: int | None = None
+    progress: Progress | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        inputs: Sequence[object],
+        *,
+        variables: Mapping[str, object] | None = None,
+        batch_axes: object = 0,
+        split: Sequence[SupportsIndex] | None = None,
+        plan: Plan | PathText | None = None,
+        profile: Profile | PathText | None = None,
+        device: Device | None = None,
+        buckets: Sequence[SupportsIndex] | None = None,
+        unroll: int | None = None,
+        fuse: Patterns = "auto",
+        state: int | None = None,
+        progress: Progress | None = None,
+    ) -> "Request":
+        """Checks the arguments of `optimize` that need no tracing.
+
+        Raises:
+          InputError: An argument has a wrong value, or two exclude each other.
+          InputTypeError: An argument has a wrong type.
+          FileError: The plan's file is missing or corrupt.
+          DeviceError: The device is not of the kind that JAX runs on.
+        """
+        _check_types(plan=plan, profile=profile, device=device, progress=progress)
+        return cls(
+            model=model,
+            inputs=tuple(inputs),
+            variables=variables,
+            batch_axes=batch_axes,
+            split=None if split is None else tuple(whole_numbers("optimize(split)", split)),
+            plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+            profile=profile,
+            device=this_device(device),
+            buckets=() if buckets is None else tuple(whole_numbers("optimize(buckets)", buckets)),
+            unroll=None if unroll is None else whole_number("optimize(unroll)", unroll),
+            fuse=selection_of(fuse),
+            state=None if state is None else whole_number("optimize(state)", state),
+            progress=progress,
         )
 
-
-def arrays(inputs: Sequence[object]) -> list[Array]:
-    """The leaves of example inputs.
-
-    Raises:
-      InputTypeError: One is only a shape.
-    """
-    leaves = jax.tree.leaves(inputs)
-    for leaf in leaves:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise InputTypeError(
-                f"optimize: an input is the shape {leaf}; arrays are needed, since programs are "
-                "compared and timed with their values; pass an example, such as jnp.zeros of that "
-                "shape"
+    def __post_init__(self):
+        """Refuses values that no model can be given, and two answers to one question."""
+        if self.unroll is not None and self.unroll < 1:
+            raise InputError(
+                f"optimize(unroll={self.unroll}): not a number of blocks; 1 or more is allowed; "
+                "leave out unroll= to have several compete"
             )
-    return [jnp.asarray(leaf) for leaf in leaves]
+        if self.split is not None and self.plan is not None:
+            raise InputError(
+                f"optimize(split={self.split}, plan=...): both say what to run; one of them is "
+                "allowed; leave out the other"
+            )
+        if self.state is not None:
+            self._check_step()
+
+    def _check_step(self) -> None:
+        options = {
+            "profile": self.profile,
+            "buckets": self.buckets or None,
+            "unroll": self.unroll,
+        }
+        given = [name for name, value in options.items() if value is not None]
+        if given:
+            raise InputError(
+                f"optimize(state=...): {given[0]}= is given too, which is for functions without "
+                f"state; a step is predicted by what its kernels take; leave out {given[0]}="
+            )
+
+    @cached_property
+    def leaves(self) -> tuple[Array, ...]:
+        """Leaves of the example inputs.
+
+        Raises:
+          InputTypeError: One is only a shape.
+        """
+        leaves = jax.tree.leaves(self.inputs)
+        for leaf in leaves:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise InputTypeError(
+                    f"optimize: an input is the shape {leaf}; arrays are needed, since programs "
+                    "are compared and timed with their values; pass an example, such as jnp.zeros "
+                    "of that shape"
+                )
+        return tuple(jnp.asarray(leaf) for leaf in leaves)
+
+    def batch_sizes(self, batch_size: int) -> tuple[int, ...]:
+        """The batch sizes to compile a program for, ascending.
+
+        Args:
+          batch_size: Rows of the example, the largest.
+
+        Raises:
+          InputError: A size is larger than the example's batch, or split or plan are for one size.
+        """
+        sizes = tuple(sorted({*self.buckets, batch_size}))
+        if sizes[0] < 1 or sizes[-1] > batch_size:
+            raise InputError(
+                f"optimize(buckets={self.buckets}): the example has {batch_size} rows; buckets "
+                f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
+            )
+        if len(sizes) > 1 and (self.split is not None or self.plan is not None):
+            raise InputError(
+                f"optimize(buckets={sizes}): split= or plan= is given too, which is for one batch "
+                "size; give either; leave out buckets= or the other"
+            )
+        return sizes
 
 
 def this_device(given: Device | None) -> Device:
@@ -71,78 +185,16 @@ def this_device(given: Device | None) -> Device:
     return given
 
 
-def loaded(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """The plan, read if it is a file.
-
-    Raises:
-      FileError: The file is missing or corrupt.
-    """
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-
-
-def check_step_options(**options: object) -> None:
-    """Refuses what does not apply to a function with state."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise InputError(
-            f"optimize(state=...): {given[0]}= is given too, which is for functions without state; "
-            f"a step is predicted by what its kernels take; leave out {given[0]}="
+def _check_types(*, plan: object, profile: object, device: object, progress: object) -> None:
+    file, found = (str, os.PathLike), "such as pbjax.device.find_device(kind)"
+    if plan is not None:
+        check_type("optimize(plan)", plan, (Plan, *file), "a pbjax.Plan, or its file,")
+    if profile is not None:
+        check_type("optimize(profile)", profile, (Profile, *file), "a pbjax.Profile, or its file,")
+    if device is not None:
+        check_type("optimize(device)", device, (Device,), f"a pbjax.Device, {found},")
+    if progress is not None and not callable(progress):
+        raise InputTypeError(
+            f"optimize(progress): a {type(progress).__name__}; a function of (phase, done, total, "
+            "item) is allowed; pass such, or leave out progress="
         )
-
-
-def check_split_or_plan(split: object, plan: object) -> None:
-    """Refuses two answers to what is to be run."""
-    if split is not None and plan is not None:
-        raise InputError(
-            f"optimize(split={split}, plan=...): both say what to run; one of them is allowed; "
-            "leave out the other"
-        )
-
-
-def checked_unroll(unroll: object) -> int | None:
-    """The number of blocks in a step of the loop, as Python's own.
-
-    Raises:
-      InputTypeError: It is no whole number.
-      InputError: It is less than 1.
-    """
-    number = None if unroll is None else whole_number("optimize(unroll)", unroll)
-    if number is not None and number < 1:
-        raise InputError(
-            f"optimize(unroll={number}): not a number of blocks; 1 or more is allowed; leave out "
-            "unroll= to have several compete"
-        )
-    return number
-
-
-def bucket_sizes(
-    batch_size: int,
-    buckets: Sequence[SupportsIndex] | None,
-    split: Sequence[SupportsIndex] | None,
-    plan: object,
-) -> tuple[int, ...]:
-    """The batch sizes to compile a program for, ascending.
-
-    Args:
-      batch_size: Of the example, the largest.
-      buckets: Further sizes.
-      split: Sizes of sub-batches, or None.
-      plan: A plan, or None.
-
-    Raises:
-      InputTypeError: The sizes are no whole numbers.
-      InputError: A size is larger than the example's batch, or split or plan are for one size.
-    """
-    declared = whole_numbers("buckets", () if buckets is None else buckets)
-    sizes = tuple(sorted({*declared, batch_size}))
-    if sizes[0] < 1 or sizes[-1] > batch_size:
-        raise InputError(
-            f"optimize(buckets={declared}): the example has {batch_size} rows; buckets "
-            f"from 1 to {batch_size} are allowed; pass an example of the largest batch"
-        )
-    if len(sizes) > 1 and (split is not None or plan is not None):
-        raise InputError(
-            f"optimize(buckets={sizes}): split= or plan= is given too, which is for one batch "
-            "size; give either; leave out buckets= or the other"
-        )
-    return sizes

@@ -63,41 +63,51 @@ def measured(name: str, layers: int, tiny: bool, ready, turn) -> dict:
 
     from models.kernels import with_kernels
     from pbjax.device import find_device
-    from pbjax.program.analysis import PROBE_SIZE, analyse
-    from pbjax.runtime import compilation
+    from pbjax.program.analysis import analyse
+    from pbjax.runtime.compilation import ProgramSpec
+    from pbjax.tuning.autotune import measure
+    from pbjax.tuning.calls import CallWorkload, StackedWeights
 
     model, inputs = ROWS[name](layers, tiny)
     kind = jax.devices()[0].device_kind
     device = find_device(kind, num_cores=os.cpu_count())
-    leaves = jax.tree.leaves(inputs)
-    whole = compilation.ProgramSpec(sizes=(leaves[0].shape[0],), staggers=(0,))
+    leaves = tuple(jax.tree.leaves(inputs))
+    whole = ProgramSpec(sizes=(leaves[0].shape[0],), staggers=(0,))
     start = time.perf_counter()
     fused = analyse(model, inputs, device=device, fuse="all")
     analyse_s = time.perf_counter() - start
     called = analyse(with_kernels(model), inputs, device=device, fuse="none")
+    fused_call, kernel_call = (
+        CallWorkload(analysis=analysis, stacked=StackedWeights(analysis), leaves=leaves)
+        for analysis in (fused, called)
+    )
     specs = {
-        "plain": (fused, replace(whole, plain=True)),
-        "unsplit": (fused, whole),
-        "kernels": (called, whole),
+        "plain": (fused_call, replace(whole, plain=True)),
+        "unsplit": (fused_call, whole),
+        "kernels": (kernel_call, whole),
     }
+
+    def built(workload, spec):
+        lowered = workload.lower(spec)
+        return lowered.finish(*lowered.compile())
+
     with ThreadPoolExecutor() as pool:  # What compiles in C++ leaves Python free for the next.
         futures = {
-            which: pool.submit(compilation.compile_unsplit, analysis, leaves, spec)
-            for which, (analysis, spec) in specs.items()
+            which: pool.submit(built, workload, spec) for which, (workload, spec) in specs.items()
         }
         start = time.perf_counter()
-        fused.traced_at(PROBE_SIZE).verify()
+        fused.probe.verify()
         verify_s = time.perf_counter() - start
         programs = {which: future.result() for which, future in futures.items()}
     plain = programs["plain"]
     differences = {
-        which: compilation.verify(fused, leaves, [programs[which]], plain, silent)
+        which: max(fused_call.differences([programs[which]], plain, silent))
         for which in ("unsplit", "kernels")
     }
     print(f"{name}: compiled\n{fused.fusion}", flush=True)
     wait(ready)
     with turn:
-        timed = compilation.measure(list(programs.values()), leaves, silent)
+        timed = [each.row() for each in measure(fused_call, list(programs.values()), silent)]
     return {
         "batch_size": leaves[0].shape[0],
         "shape": list(leaves[0].shape),

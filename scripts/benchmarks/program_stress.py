@@ -163,16 +163,16 @@ def step_call(item: Item):
     import jax
     from flax import nnx
 
-    from pbjax.decode import programs as step_programs
-    from pbjax.decode.search import SpecSearch
-    from pbjax.decode.state import find_state
+    from pbjax.decode.programs import StepWorkload
     from pbjax.device import find_device
     from pbjax.program.analysis import analyse
+    from pbjax.runtime.compilation import ProgramSpec
+    from pbjax.tuning.request import Request
 
     from .repeats import digests
     from .steps import case as step_case
 
-    spec, case = item.program.split()
+    name, case = item.program.split()
     batch_size, context, sizes = step_case.parsed(case)
     graph, shapes = nnx.split(
         nnx.eval_shape(lambda: step_case.make(LAYERS[item.tiny], tiny=item.tiny))
@@ -180,27 +180,25 @@ def step_call(item: Item):
     model, given = step_case.example(graph, shapes, batch_size, context)
     device = find_device(jax.devices()[0].device_kind, num_cores=os.cpu_count() or 1)
     analysis = analyse(model.decode, given, device=device)
-    layout, leaves = find_state(analysis, given, 1), jax.tree.leaves(given)
-    if spec == "interleaved":
-        interleaved = SpecSearch(analysis).at(sizes)
-        lowered = step_programs.lower_interleaved(analysis, layout, leaves, interleaved, spec)
-    else:
-        lowered = step_programs.lower_unsplit(analysis, layout, leaves)
-    step = lowered.compile()
-    runner = step_programs.Runner(analysis, leaves)
+    workload = StepWorkload.of(Request.of(model.decode, given, state=1), analysis)
+    interleaved = name == "interleaved"
+    sizes = sizes if interleaved else (batch_size,)
+    spec = ProgramSpec(sizes=sizes, staggers=(0,) * len(sizes), interleaved=interleaved)
+    lowered = workload.lower(spec)
+    step = lowered.finish(*lowered.compile())
 
     def begin():
-        pieces = runner.start(step)
+        pieces = workload.start(step)
 
         def call():
             nonlocal pieces
-            outputs, pieces = runner.call(step, pieces)
+            outputs, pieces = workload.call(step, pieces)
             return [*outputs, digests(jax.tree.leaves(pieces))]
 
         return jax.tree.leaves(pieces), call
 
-    state = sum(leaves[i].nbytes for i in layout.inputs)
-    return [*analysis.weights, *leaves], begin, state + step.temporary_bytes
+    held = [*analysis.weights, *workload.leaves]
+    return held, begin, workload.state_bytes + step.temporary_bytes
 
 
 def model_call(item: Item):

@@ -10,12 +10,13 @@ import pytest
 import pbjax
 from pallas_kernels import dispatch
 from pallas_kernels.testing import assert_close
-from pbjax.decode.programs import StepProgram, Timed
-from pbjax.decode.search import StepChoice
 from pbjax.decode.state import StateLayout
-from pbjax.decode.step_pipeline import _decide
 from pbjax.device import find_device
 from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxWarning
+from pbjax.runtime.compilation import CompiledProgram, ProgramSpec
+from pbjax.tuning.autotune import _decide
+from pbjax.tuning.shortlist import Shortlist
+from pbjax.tuning.workload import TimedProgram
 from tests.kernel_decoder import LAYERS, B, F, decode_step, inputs
 
 
@@ -44,7 +45,7 @@ def interleaved():
     """Optimised as on a Hopper GPU, where kernels are operations that can share launches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
-        patch.setattr("pbjax.decode.step_pipeline.NOISE_FACTOR", -1e9)
+        patch.setattr("pbjax.tuning.autotune.NOISE_FACTOR", -1e9)
         patch.setattr("pbjax.decode.search.HOPELESS", float("inf"))
         return pbjax.optimize(step, *example(), state=1)
 
@@ -248,7 +249,7 @@ def interleaved_counting():
     x, cache = example()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "targets_hopper", lambda: True)
-        patch.setattr("pbjax.decode.step_pipeline.NOISE_FACTOR", -1e9)
+        patch.setattr("pbjax.tuning.autotune.NOISE_FACTOR", -1e9)
         patch.setattr("pbjax.decode.search.HOPELESS", float("inf"))
         axes = (0, (0, None))
         return pbjax.optimize(counting, x, (cache, jnp.int32(0)), state=1, batch_axes=axes)
@@ -317,7 +318,7 @@ def test_report_says_what_memory_the_step_needs():
     x, cache = example()
     report = pbjax.optimize(step, x, cache, state=1).report()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((x, cache)))
-    assert f"state {report.state_bytes / 1e6:,.1f} MB" in str(report)
+    assert f"state: {report.state.state_bytes / 1e6:,.1f} MB" in str(report)
     assert all(program.needed_bytes >= held for program in report.programs)
 
 
@@ -343,33 +344,38 @@ def layout_of(leaves, axes, sizes):
     )
 
 
-def timed(name, *seconds):
-    program = StepProgram(
-        name=name,
-        layout=layout_of([], (), (4,)),
+def timed(sizes, *seconds):
+    spec = ProgramSpec(sizes=sizes, staggers=(0,) * len(sizes), interleaved=len(sizes) > 1)
+    program = CompiledProgram(
+        spec=spec,
         program=lambda: None,
-        predicted_s=None,
+        weights=(),
         temporary_bytes=0,
+        weight_bytes=0,
         needed_bytes=0,
         compile_s=0.0,
+        key="",
     )
-    return Timed(step=program, seconds=seconds)
+    return TimedProgram(program=program, seconds=seconds)
 
 
 # Seconds rise from round to round as the device grows warm; what is compared is each round.
 @pytest.mark.parametrize(
     ("interleaved_s", "kept", "reason"),
     [
-        ((0.9, 1.9, 2.9, 3.9), "interleaved", "1.04x"),
+        ((0.9, 1.9, 2.9, 3.9), "interleaved", "1.042x"),
         ((0.9, 1.8, 3.1, 3.8), "unsplit", "inside the noise"),
         ((1.1, 2.1, 3.1, 4.1), "unsplit", "slower"),
     ],
 )
 def test_a_gain_is_that_of_each_round(interleaved_s, kept, reason):
-    found = [timed("unsplit", 1.0, 2.0, 3.0, 4.0), timed("interleaved", *interleaved_s)]
-    step, why = _decide([each.step for each in found], found, StepChoice(spec=None))
-    assert step.name == kept
-    assert reason in why
+    found = [timed((4,), 1.0, 2.0, 3.0, 4.0), timed((2, 2), *interleaved_s)]
+    programs = [each.program for each in found]
+    specs = [program.spec for program in programs]
+    shortlist = Shortlist(batch_size=4, wholes=(specs[0],), splits=(specs[1],))
+    verdict = _decide(shortlist, programs, found)
+    assert verdict.kept.spec.name == kept
+    assert reason in verdict.reason
 
 
 @pytest.mark.parametrize("sizes", [(5,), (3, 2)])

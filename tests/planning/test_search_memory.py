@@ -15,8 +15,8 @@ from pbjax.planning.memory import TOGETHER, predicted_bytes
 from pbjax.planning.profiling import ProgramSummary
 from pbjax.planning.search import SearchOptions, best_staggers, search
 from pbjax.planning.timetable import Split
-from pbjax.tuning.choices import searched
 from pbjax.tuning.measured_table import Measurements
+from pbjax.tuning.shortlist import best_splits, no_split_reason, search_within
 from tests.search_tables import program, random_table, stage, table, with_budgets
 
 WIDE, NARROW = stage("wide", held_bytes_per_row=100.0), stage("narrow", held_bytes_per_row=1.0)
@@ -195,17 +195,17 @@ def test_splits_are_searched_within_the_memory_of_the_device():
     measurements = Measurements(
         profile=profile, summary=PROGRAM, relabelled=PROGRAM, rows_measured=0, warning=""
     )
-    free, tight, none = (searched(measurements, 8, room) for room in (10**9, 900, 100))
-    assert free.search == replace(search(PROGRAM, profile, 8), seconds=free.search.seconds)
+    free, tight, none = (search_within(measurements, 8, room) for room in (10**9, 900, 100))
+    assert free == replace(search(PROGRAM, profile, 8), seconds=free.seconds)
     needed = [
-        max(predicted_bytes(PROGRAM, w.sizes, w.staggers) for w in c.specs) for c in (free, tight)
+        max(predicted_bytes(PROGRAM, s.sizes, s.staggers) for s in best_splits(found))
+        for found in (free, tight)
     ]
     assert needed[0] > 900 >= needed[1]
-    assert [len(spec.sizes) for spec in tight.specs] == [2, 3]
-    assert tight.search.dropped > 0
-    assert tight.unsplit_s == free.unsplit_s
+    assert [len(spec.sizes) for spec in best_splits(tight)] == [2, 3]
+    assert tight.dropped > 0
     # Nothing is predicted to fit: what the compiled programs need decides.
-    assert none.specs == free.specs
+    assert best_splits(none) == best_splits(free)
 
 
 def test_batch_of_which_no_split_is_predicted_to_fit_says_so():
@@ -217,6 +217,6 @@ def test_batch_of_which_no_split_is_predicted_to_fit_says_so():
         rows_measured=0,
         warning="",
     )
-    choice = searched(measurements, 8, 5000)
-    assert choice.specs == ()
-    assert choice.reason == "no split is predicted to fit in 5e-06 GB"
+    found = search_within(measurements, 8, 5000)
+    assert best_splits(found) == ()
+    assert no_split_reason(found, 8, 5000) == "no split is predicted to fit in 5e-06 GB"

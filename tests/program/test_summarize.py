@@ -11,10 +11,18 @@ from pbjax.planning.memory import predicted_bytes
 from pbjax.program.analysis import PROBE_SIZE, analyse
 from pbjax.program.fused_costs import held_bytes
 from pbjax.program.summarize import summary
-from pbjax.runtime.compilation import PackedWeights, ProgramSpec, lower_split, lower_unsplit
+from pbjax.runtime.compilation import ProgramSpec
+from pbjax.tuning.calls import CallWorkload, StackedWeights
 
 DEVICE = find_device("nvidia-h200")
 DIM, TOKENS, BATCH = 32, 48, 12
+
+
+def lower(analysis, leaves, spec):
+    workload = CallWorkload(
+        analysis=analysis, stacked=StackedWeights(analysis), leaves=tuple(leaves)
+    )
+    return workload.lower(spec)
 
 
 def held(f, *inputs):
@@ -108,7 +116,7 @@ def test_fullest_stage_of_the_block_holds_scores_and_probabilities(model):
 
 def test_unsplit_program_is_predicted_within_a_third_of_what_is_compiled(model):
     analysis, leaves, _ = model
-    lowered = lower_unsplit(analysis, leaves, ProgramSpec(sizes=(BATCH,), staggers=(0,)))
+    lowered = lower(analysis, leaves, ProgramSpec(sizes=(BATCH,), staggers=(0,)))
     needed = lowered.finish(*lowered.compile()).needed_bytes
     assert 2 / 3 < predicted_bytes(analysis.summary, (BATCH,), (0,)) / needed < 3 / 2
 
@@ -117,7 +125,7 @@ def test_unsplit_program_is_predicted_within_a_third_of_what_is_compiled(model):
 def test_staggered_program_fits_into_what_is_predicted(model, sizes, staggers):
     analysis, leaves, _ = model
     spec = ProgramSpec(sizes=sizes, staggers=staggers)
-    lowered = lower_split(analysis, PackedWeights(analysis), leaves, spec)
+    lowered = lower(analysis, leaves, spec)
     needed = lowered.finish(*lowered.compile()).needed_bytes
     assert needed <= predicted_bytes(analysis.summary, sizes, staggers) < 2 * needed
 

@@ -8,13 +8,14 @@ import pytest
 from pbjax import errors
 from pbjax.device import find_device
 from pbjax.planning.memory import predicted_bytes
+from pbjax.program.analysis import analyse
 from pbjax.runtime.compilation import ProgramSpec
 from pbjax.runtime.measured_programs import MeasuredProgram, program_label, programs_section
-from pbjax.tuning import autotune as contest
-from pbjax.tuning.autotune import _contenders
-from pbjax.tuning.choices import Choice
+from pbjax.tuning import autotune, calls, shortlist
+from pbjax.tuning.shortlist import _rivals, _unrolls, whole_programs
 from tests.fakes import FakeTimer, fake_measure
 from tests.jobs import check_house_form, check_outputs, run, scan, small
+from tests.networks import NETWORKS
 
 DEVICE = find_device("cpu", num_cores=2)
 BEST = ProgramSpec(
@@ -32,49 +33,42 @@ def timer(monkeypatch):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Blocks in a step matter, as on a GPU."""
-    monkeypatch.setattr(contest, "overlap_options", lambda: {"graphs": True})
-
-
-def choice(*specs, **options):
-    return Choice(batch_size=6, specs=specs, **options)
+    monkeypatch.setattr(shortlist, "on_gpu", lambda: True)
 
 
 def test_the_best_split_competes_without_staggers_without_budgets_and_unrolled(on_gpu):
-    specs = _contenders(choice(BEST, OTHER), None, 11)
     unrolled = [replace(BEST, unroll=2), replace(BEST, unroll=11)]
     bare = replace(BEST, sm_budgets={}, predicted_s=None)
-    assert specs == (BEST, OTHER, SEQUENTIAL, bare, *unrolled)
+    assert _rivals((BEST, OTHER), _unrolls(11)) == (SEQUENTIAL, bare, *unrolled)
 
 
 def test_budgets_and_unrolling_that_change_nothing_do_not_compete():
     bare = replace(BEST, sm_budgets={})
-    assert _contenders(choice(bare), None, 11) == (bare, SEQUENTIAL)
+    assert _rivals((bare,), _unrolls(1)) == (SEQUENTIAL,)
 
 
 @pytest.mark.parametrize(("steps", "unrolls"), [(0, []), (1, []), (2, [2]), (5, [2, 5]), (31, [2])])
 def test_no_more_blocks_are_unrolled_than_the_loop_has_or_compile_soon(on_gpu, steps, unrolls):
-    found = [spec.unroll for spec in _contenders(choice(OTHER), None, steps)]
+    assert _unrolls(steps) == unrolls
+    found = [spec.unroll for spec in _rivals((OTHER,), _unrolls(steps))]
     assert [unroll for unroll in found if unroll > 1] == unrolls
 
 
-def test_a_given_unroll_holds_for_all_and_a_settled_split_has_no_rivals(on_gpu):
-    assert {spec.unroll for spec in _contenders(choice(BEST, OTHER), 3, 11)} == {3}
-    given = _contenders(choice(BEST, reason="split was given"), None, 11)
-    assert given == (BEST, SEQUENTIAL)
-    assert _contenders(choice(SEQUENTIAL), None, 11) == (SEQUENTIAL,)
-    assert _contenders(choice(), None, 11) == ()
+def test_a_given_unroll_holds_for_all_and_a_split_without_staggers_has_no_rivals(on_gpu):
+    given = replace(BEST, unroll=3)
+    assert {spec.unroll for spec in _rivals((given, OTHER))} == {3}
+    assert _rivals((SEQUENTIAL,), _unrolls(11)) == ()
 
 
 def test_fastest_of_budgets_and_unrolls_is_kept_and_stands_in_the_plan(timer, on_gpu, monkeypatch):
-    def with_unrolls(programs, leaves, progress):
-        timed = fake_measure({"unsplit": 3e-3, "sequential": 4e-3, "split": 2e-3})
-        found = timed(programs, leaves, progress)
-        return tuple(
-            replace(row, measured_s=row.measured_s / made.spec.unroll, unroll=made.spec.unroll)
-            for row, made in zip(found, programs, strict=True)
-        )
+    def with_unrolls(*args):
+        measure = fake_measure({"unsplit": 3e-3, "sequential": 4e-3, "split": 2e-3})
+        return [
+            replace(each, seconds=tuple(s / each.spec.unroll for s in each.seconds))
+            for each in measure(*args)
+        ]
 
-    monkeypatch.setattr(contest, "measure", with_unrolls)
+    monkeypatch.setattr(autotune, "measure", with_unrolls)
     network = scan(4)
     fast = run(network, 6)
     assert fast.plan.decision == "split"
@@ -84,31 +78,79 @@ def test_fastest_of_budgets_and_unrolls_is_kept_and_stands_in_the_plan(timer, on
     check_outputs(fast, network, 6)
 
 
+@pytest.mark.parametrize(
+    ("network", "variant"), [(scan(3), "unrolled"), (NETWORKS["function_loop"](3), "scanned")]
+)
+def test_layers_compete_in_a_loop_and_written_out(timer, monkeypatch, network, variant):
+    """The other way to run them is kept where it is faster, and the plan builds it again."""
+
+    def faster(*args):
+        measure = fake_measure({"unsplit": 3e-3, "sequential": 4e-3, "split": 4e-3})
+        return [
+            replace(each, seconds=tuple(s / 2 for s in each.seconds)) if each.spec.variant else each
+            for each in measure(*args)
+        ]
+
+    monkeypatch.setattr(autotune, "measure", faster)
+    fast = run(network, 6)
+    assert (fast.plan.decision, fast.plan.layers) == ("unsplit", variant)
+    assert fast.plan.measured.unsplit == pytest.approx(1.5e-3)
+    assert f"unsplit, {variant}" in fast.plan.reason
+    check_outputs(fast, network, 6)
+    again = run(network, 6, plan=fast.plan)
+    assert again.plan == fast.plan
+    check_outputs(again, network, 6)
+
+
+def test_the_whole_batch_as_one_graph_has_its_layers_written_out(monkeypatch):
+    monkeypatch.setattr(shortlist, "overlap_options", lambda: {"graphs": True})
+    variants = [
+        [spec.variant for spec in whole_programs(analysed(network))]
+        for network in (scan(3), NETWORKS["function_loop"](3), small())
+    ]
+    assert variants == [
+        ["", "unrolled", "unrolled, one graph"],
+        ["", "scanned", "one graph"],
+        ["", "one graph"],
+    ]
+
+
+def analysed(network):
+    inputs = network.inputs(6)
+    return analyse(network.model, inputs, device=DEVICE, variables=network.variables)
+
+
+def test_a_gain_of_the_whole_batch_inside_the_noise_keeps_the_model_as_written(timer, monkeypatch):
+    seconds = {"unsplit": 2e-3, "sequential": 4e-3, "split": 4e-3}
+    monkeypatch.setattr(autotune, "measure", fake_measure(seconds))
+    assert run(scan(3), 6).plan.layers == "as given"
+
+
 def test_split_that_does_not_fit_the_device_is_not_run_and_the_report_says_so(timer, monkeypatch):
-    run_splits = []
-    verify = contest.verify
+    verified = []
+    differences = calls.CallWorkload.differences
 
-    def spy(analysis, leaves, programs, *rest):
-        run_splits.extend(programs)
-        return verify(analysis, leaves, programs, *rest)
+    def spy(self, programs, *rest):
+        verified.extend(programs)
+        return differences(self, programs, *rest)
 
-    monkeypatch.setattr(contest, "verify", spy)
+    monkeypatch.setattr(calls.CallWorkload, "differences", spy)
     fast = run(small(), 6, device=replace(DEVICE, memory_bytes=10))
     assert fast.plan.decision == "unsplit"
     assert "no split fits the device" in fast.plan.reason
-    assert run_splits == []
+    assert verified == []
     assert "GB are there: not run" in str(fast.report())
     check_outputs(fast, small(), 6)
 
 
 def test_split_that_fits_is_run_beside_one_that_does_not(timer, monkeypatch):
-    compile_all = contest.compile_all
+    compile_all = autotune.compile_all
 
     def heavy(*args):
         made = compile_all(*args)
         return [replace(m, needed_bytes=10**12) if len(m.spec.sizes) == 3 else m for m in made]
 
-    monkeypatch.setattr(contest, "compile_all", heavy)
+    monkeypatch.setattr(autotune, "compile_all", heavy)
     report = run(small(), 6).report()
     assert {len(program.sizes) for program in report.programs} == {1, 2}
     assert any("needs 1e+03 GB" in warning for warning in report.warnings)
@@ -124,7 +166,7 @@ def test_given_split_takes_turns_where_staggers_are_predicted_not_to_fit(timer, 
     free = run(small(), 6, split=(3, 3))
     room = predicted_bytes(free.report().summary, (3, 3), (0, 0))
     # What the compiled programs need is checked apart.
-    monkeypatch.setattr(contest, "device_room", lambda device: 10**12)
+    monkeypatch.setattr(autotune, "device_room", lambda device: 10**12)
     tight = run(small(), 6, split=(3, 3), device=replace(DEVICE, memory_bytes=room))
     assert any(free.plan.staggers)
     assert tight.plan.staggers == (0, 0)
@@ -151,14 +193,14 @@ def test_what_jax_was_given_of_the_device_limits_too(monkeypatch):
             return {"bytes_limit": 70}
 
     monkeypatch.setattr(jax, "devices", lambda: [Shared()])
-    assert contest.device_room(replace(DEVICE, memory_bytes=100)) == 70
-    assert contest.device_room(replace(DEVICE, memory_bytes=50)) == 50
+    assert autotune.device_room(replace(DEVICE, memory_bytes=100)) == 70
+    assert autotune.device_room(replace(DEVICE, memory_bytes=50)) == 50
 
 
 def test_overlap_of_the_fastest_staggered_program_is_reported(timer, monkeypatch):
     seconds = {"unsplit": 2e-3, "split": 1e-3, "sequential": 4e-3}
-    monkeypatch.setattr(contest, "measure", fake_measure(seconds))
-    monkeypatch.setattr(contest, "overlapped_share", lambda *_: 0.42)
+    monkeypatch.setattr(autotune, "measure", fake_measure(seconds))
+    monkeypatch.setattr(calls.CallWorkload, "overlapped_fraction", lambda *_: 0.42)
     report = run(small(), 6).report()
     shares = [p.overlapped_share for p in report.programs if p.overlapped_share is not None]
     assert shares == [0.42]

@@ -11,7 +11,9 @@ from pbjax.planning.profiling import Profile
 from pbjax.planning.timetable import timetable
 from pbjax.program.analysis import analyse
 from pbjax.runtime.measured_programs import WIDTH, MeasuredProgram, programs_section
-from pbjax.tuning.report import Phase, SplitTimetable, timetable_section
+from pbjax.runtime.phases import Phase
+from pbjax.tuning.report import SplitTimetable
+from pbjax.tuning.report_text import timetable_section
 from tests.fakes import FakeTimer, fake_measure
 from tests.networks import NETWORKS, tokens
 

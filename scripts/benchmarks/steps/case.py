@@ -14,7 +14,6 @@ import models
 import pbjax
 from models.kernels import with_kernels
 from models.kv_cache import KVCache
-from pbjax.decode.state import OptimizedStep
 from pbjax.device import Device, find_device
 from pbjax.errors import InputError
 from pbjax.runtime.provenance import provenance_here
@@ -160,7 +159,7 @@ def example(
     return model, (tokens, cache)
 
 
-def row_of(step: OptimizedStep, num_layers: int, batch_size: int, context: int) -> dict:
+def row_of(step: pbjax.Optimized, num_layers: int, batch_size: int, context: int) -> dict:
     """The results as JSON-compatible data."""
     programs = {program.name: program for program in step.report().programs}
     seconds = {name: program.measured_s for name, program in programs.items()}
@@ -171,7 +170,7 @@ def row_of(step: OptimizedStep, num_layers: int, batch_size: int, context: int) 
         "sizes": step.plan.sizes,
         "decision": step.plan.decision,
         "reason": step.plan.reason,
-        "overlapped_fraction": round(step.report().overlapped_fraction, 3),
+        "overlapped_fraction": round(step.report().state.overlapped_fraction, 3),
         "max_difference": step.plan.max_difference,
         "tokens_per_s_at_32_layers": round(
             batch_size / min(seconds.values()) * num_layers / FULL_LAYERS

@@ -18,15 +18,16 @@ from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.relaunch import can_relaunch, relaunch
 from pbjax.decode.interleave import Role
 from pbjax.decode.interleaved_program import role_of
-from pbjax.decode.programs import PairStep, Runner, StepProgram, lower_unsplit
-from pbjax.decode.state import find_state
+from pbjax.decode.programs import StepWorkload
 from pbjax.device import find_device
 from pbjax.graph.trace import Graph, Operation, evaluate
 from pbjax.program.analysis import analyse
+from pbjax.runtime.compilation import CompiledProgram, ProgramSpec
 from pbjax.runtime.execution import overlap_options
 from pbjax.runtime.provenance import provenance_here
 from pbjax.runtime.verification import error_and_magnitude
 from pbjax.text_tables import table_text
+from pbjax.tuning.request import Request
 
 from .case import example, make, parsed
 
@@ -40,21 +41,24 @@ def run(args: argparse.Namespace) -> None:
     model, inputs = example(graph, shapes, batch_size, context)
     kind = jax.devices()[0].device_kind
     analysis = analyse(model.decode, inputs, device=find_device(kind), fuse="none")
-    layout, leaves = find_state(analysis, inputs, 1), jax.tree.leaves(inputs)
-    lowered = [lower_unsplit(analysis, layout, leaves)]
+    workload = StepWorkload.of(Request.of(model.decode, inputs, state=1, fuse="none"), analysis)
+    names = ["unsplit", *args.budgets]
+    lowered = [workload.lower(ProgramSpec(sizes=(batch_size,), staggers=(0,)))]
     sizes = (batch_size - batch_size // 2, batch_size // 2)
     graphs = tuple(analysis.traced_at(size).graph for size in sizes)
     for budgets in args.budgets:
         products, reading = map(int, budgets.split("+"))
         program = InterleavedGraphs(graphs, products, reading, args.in_turns)
-        step = PairStep(name=budgets, sizes=sizes, program=program, options=overlap_options())
-        lowered.append(step.lower(analysis, layout, leaves))
-    programs = [each.compile() for each in lowered]
-    runner = Runner(analysis, leaves)
-    rows = [timed(runner, program) for program in programs]
-    expected = logits(runner, programs[0])
+        spec = ProgramSpec(sizes=sizes, staggers=(0, 0), compiler_options=overlap_options())
+        lowered.append(workload.lower_pair(spec, program))
+    programs = [each.finish(*each.compile()) for each in lowered]
+    rows = [
+        {"name": name, **timed(workload, program)}
+        for name, program in zip(names, programs, strict=True)
+    ]
+    expected = logits(workload, programs[0])
     for row, program in zip(rows, programs, strict=True):
-        row["max_difference"] = float(error_and_magnitude(logits(runner, program), expected)[0])
+        row["max_difference"] = float(error_and_magnitude(logits(workload, program), expected)[0])
     print(table(f"{args.case}, {args.layers} layers", rows))
     found = {"case": args.case, "layers": args.layers, "in_turns": args.in_turns, "rows": rows}
     provenance = asdict(provenance_here(kind, " ".join(["python", *sys.argv])))
@@ -78,22 +82,22 @@ def table(subject: str, rows: list[dict]) -> str:
     return table_text(title, ("program", "ms", "speedup", "difference"), cells)
 
 
-def logits(runner: Runner, program: StepProgram) -> Array:
+def logits(workload: StepWorkload, program: CompiledProgram) -> Array:
     """The results of a call beside the state."""
-    return jax.tree.leaves(runner.call(program, runner.start(program))[0])[0]
+    return jax.tree.leaves(workload.call(program, workload.start(program))[0])[0]
 
 
-def timed(runner: Runner, program: StepProgram) -> dict:
+def timed(workload: StepWorkload, program: CompiledProgram) -> dict:
     """Seconds of a call, of many that follow each other."""
-    outputs, pieces = jax.block_until_ready(runner.call(program, runner.start(program)))
+    outputs, pieces = jax.block_until_ready(workload.call(program, workload.start(program)))
     seconds = []
     for _ in range(SAMPLES):
         start = time.perf_counter()
         for _ in range(CALLS):
-            outputs, pieces = runner.call(program, pieces)
+            outputs, pieces = workload.call(program, pieces)
         jax.block_until_ready((outputs, pieces))
         seconds.append((time.perf_counter() - start) / CALLS)
-    return {"name": program.name, "median_s": statistics.median(seconds), "samples_s": seconds}
+    return {"median_s": statistics.median(seconds), "samples_s": seconds}
 
 
 @dataclass(frozen=True, slots=True)
