@@ -7,9 +7,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.bert import BertModel, BertOutput
-    from models.bert_config import BertConfig
-    from models.bloom import BloomConfig, BloomModel
+    from models.bert.config import BertConfig
+    from models.bert.modules import BertModel, BertOutput
+    from models.bloom.config import BloomConfig
+    from models.bloom.modules import BloomModel
     from models.checkpoint import load, load_parameters, load_tokenizer
     from models.companions import (
         load_labels,
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
         load_stop_tokens,
         load_vocabulary,
     )
-    from models.conformer import ConformerEncoder, ConformerOutput
-    from models.conformer_config import ConformerConfig
+    from models.conformer.config import ConformerConfig
+    from models.conformer.modules import ConformerEncoder, ConformerOutput
     from models.conversion import ConversionReport, convert
     from models.errors import (
         CheckpointError,
@@ -28,61 +29,66 @@ if TYPE_CHECKING:
         KeyMismatchError,
         NumericError,
     )
-    from models.gpt2 import GPT2Config, GPT2Model
+    from models.gpt2.config import GPT2Config
+    from models.gpt2.modules import GPT2Model
     from models.kernels import Kernels, with_kernels
-    from models.lasr import LasrModel
-    from models.lasr_config import LasrConfig
+    from models.lasr.config import LasrConfig
+    from models.lasr.modules import LasrModel
     from models.layers import CausalOutput
-    from models.llama import LlamaConfig, LlamaModel
-    from models.parakeet import ParakeetConfig, ParakeetModel
-    from models.vit import ViTConfig, ViTModel, ViTOutput
-    from models.wav2vec2_conformer import Wav2Vec2ConformerConfig, Wav2Vec2ConformerModel
+    from models.llama.config import LlamaConfig
+    from models.llama.modules import LlamaModel
+    from models.parakeet.config import ParakeetConfig
+    from models.parakeet.modules import ParakeetModel
+    from models.vit.config import ViTConfig
+    from models.vit.modules import ViTModel, ViTOutput
+    from models.wav2vec2_conformer.config import Wav2Vec2ConformerConfig
+    from models.wav2vec2_conformer.modules import Wav2Vec2ConformerModel
 
 # model_type of config.json -> the module whose FAMILY has configuration, modules and key map.
 FAMILIES = {
-    "bert": "models.bert_checkpoint",
-    "bloom": "models.bloom_checkpoint",
-    "gpt2": "models.gpt2_checkpoint",
-    "lasr_ctc": "models.lasr_checkpoint",
-    "lasr_encoder": "models.lasr_checkpoint",
-    "llama": "models.llama_checkpoint",
-    "parakeet_ctc": "models.parakeet_checkpoint",
-    "parakeet_encoder": "models.parakeet_checkpoint",
-    "vit": "models.vit_checkpoint",
-    "wav2vec2-conformer": "models.conformer_checkpoint",
+    "bert": "models.bert.checkpoint",
+    "bloom": "models.bloom.checkpoint",
+    "gpt2": "models.gpt2.checkpoint",
+    "lasr_ctc": "models.lasr.checkpoint",
+    "lasr_encoder": "models.lasr.checkpoint",
+    "llama": "models.llama.checkpoint",
+    "parakeet_ctc": "models.parakeet.checkpoint",
+    "parakeet_encoder": "models.parakeet.checkpoint",
+    "vit": "models.vit.checkpoint",
+    "wav2vec2-conformer": "models.wav2vec2_conformer.checkpoint",
 }
 
 _MODULES = {
-    "BertConfig": "bert_config",
-    "BertModel": "bert",
-    "BertOutput": "bert",
-    "BloomConfig": "bloom",
-    "BloomModel": "bloom",
+    "BertConfig": "bert.config",
+    "BertModel": "bert.modules",
+    "BertOutput": "bert.modules",
+    "BloomConfig": "bloom.config",
+    "BloomModel": "bloom.modules",
     "CausalOutput": "layers",
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
     "ConfigError": "errors",
-    "ConformerConfig": "conformer_config",
-    "ConformerEncoder": "conformer",
-    "ConformerOutput": "conformer",
+    "ConformerConfig": "conformer.config",
+    "ConformerEncoder": "conformer.modules",
+    "ConformerOutput": "conformer.modules",
     "ConversionReport": "conversion",
-    "GPT2Config": "gpt2",
-    "GPT2Model": "gpt2",
+    "GPT2Config": "gpt2.config",
+    "GPT2Model": "gpt2.modules",
     "InputError": "errors",
     "KeyMismatchError": "errors",
     "Kernels": "kernels",
-    "LasrConfig": "lasr_config",
-    "LasrModel": "lasr",
-    "LlamaConfig": "llama",
-    "LlamaModel": "llama",
+    "LasrConfig": "lasr.config",
+    "LasrModel": "lasr.modules",
+    "LlamaConfig": "llama.config",
+    "LlamaModel": "llama.modules",
     "NumericError": "errors",
-    "ParakeetConfig": "parakeet",
-    "ParakeetModel": "parakeet",
-    "ViTConfig": "vit",
-    "ViTModel": "vit",
-    "ViTOutput": "vit",
-    "Wav2Vec2ConformerConfig": "wav2vec2_conformer",
-    "Wav2Vec2ConformerModel": "wav2vec2_conformer",
+    "ParakeetConfig": "parakeet.config",
+    "ParakeetModel": "parakeet.modules",
+    "ViTConfig": "vit.config",
+    "ViTModel": "vit.modules",
+    "ViTOutput": "vit.modules",
+    "Wav2Vec2ConformerConfig": "wav2vec2_conformer.config",
+    "Wav2Vec2ConformerModel": "wav2vec2_conformer.modules",
     "convert": "conversion",
     "load": "checkpoint",
     "load_labels": "companions",

@@ -6,7 +6,7 @@ token, stop conditions, padding on the left, which `pbjax.inference.generation` 
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from models.outputs import register_output
 type Heads = tuple[Float[Array, "B T _ H"], Float[Array, "B T _ H"], Float[Array, "B T _ H"]]
 
 
+@runtime_checkable
 class DecoderConfig(Protocol):
     """The sizes that all decoders have."""
 

@@ -2,12 +2,7 @@
 
 import numpy as np
 
-from models.bloom import BloomConfig, BloomModel
-from models.gpt2 import GPT2Config, GPT2Model
-from models.llama import LlamaConfig, LlamaModel
-
-type DecoderConfig = BloomConfig | GPT2Config | LlamaConfig
-type Decoder = BloomModel | GPT2Model | LlamaModel
+from models.decoder import DecoderConfig
 
 
 def describe(config: DecoderConfig, extra: str = "") -> str:
@@ -24,8 +19,8 @@ def example(vocab_size: int, length: int) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def positioned_example(config: GPT2Config | LlamaConfig) -> dict[str, np.ndarray]:
+def positioned_example(vocab_size: int, max_seq_len: int) -> dict[str, np.ndarray]:
     """Returns the example of a family with positions, which count from the first real token."""
-    inputs = example(config.vocab_size, min(16, config.max_seq_len))
+    inputs = example(vocab_size, min(16, max_seq_len))
     positions = np.maximum(inputs["attention_mask"].cumsum(1) - 1, 0).astype(np.int32)
     return inputs | {"position_ids": positions}

@@ -113,6 +113,7 @@ class ConfigFields:
         self._fields = fields
         self._origin = origin
         self._read: set[str] = set()
+        self._sections: list[ConfigFields] = []
         self.exactly("quantization_config", (None,), default=None)
 
     def error(self, name: str, found: str, allowed: str, action: str) -> ConfigError:
@@ -128,6 +129,13 @@ class ConfigFields:
                 allowed = f"{given[0]} is {values[0]} and means the same"
                 raise self.error(other, str(value), allowed, "make both equal")
         return values[0]
+
+    def divisor(self, name: str, *aliases: str, of: str, size: int) -> int:
+        """Returns a required positive whole number that divides the size of another field."""
+        value = self.count(name, *aliases)
+        if size % value:
+            raise self.error(name, str(value), f"it must divide {of} {size}", "correct it")
+        return value
 
     def count_or(self, name: str, default: int) -> int:
         """Returns a positive whole number; an absent or null field has the default."""
@@ -154,7 +162,14 @@ class ConfigFields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, repr(value), "an object is needed", "correct it")
-        return ConfigFields(value, f"{self._origin}: {name}")
+        section = ConfigFields(value, f"{self._origin}: {name}")
+        self._sections.append(section)
+        return section
+
+    @property
+    def model_type(self) -> object:
+        """The name of the family, None where there is none."""
+        return self._fields.get("model_type")
 
     def has(self, name: str) -> bool:
         """Whether a field is there and not null."""
@@ -194,6 +209,11 @@ class ConfigFields:
             action = "this kind of model is not supported, use another checkpoint"
             raise self.error(name, repr(value), f"only {names} is supported", action)
 
+    def refuse(self, *names: str) -> None:
+        """Refuses fields that are true; an absent field is false."""
+        for name in names:
+            self.exactly(name, (False,), default=False)
+
     def flag(self, name: str, *, default: bool) -> bool:
         """Returns a field that is true or false."""
         value = self._optional(name, default)
@@ -227,7 +247,12 @@ class ConfigFields:
         raise self.error("architectures", repr(value), supported, "use another checkpoint")
 
     def warn_unknown(self) -> None:
-        """Warns once of all the fields that were neither read nor known to be harmless."""
+        """Warns once of all the fields that were neither read nor known to be harmless.
+
+        The sections that were read give a warning each.
+        """
+        for section in self._sections:
+            section.warn_unknown()
         unknown = sorted(set(self._fields) - self._read - IGNORED)
         if unknown:
             message = f"{self._origin}: unknown fields are ignored: {', '.join(unknown)}"

@@ -204,16 +204,6 @@ def causal_bias(length: int, attention_mask: Mask | None) -> Float[Array, "#B 1 
         return jnp.where(visible, 0.0, lowest).astype(jnp.float32)
 
 
-def positions_from_mask(attention_mask: Mask) -> Integer[Array, "B T"]:
-    """Returns position ids that count from each row's first token, whatever pads it on the left.
-
-    Padding before it has position 0.
-    """
-    with jax.named_scope("positions"):
-        count = jnp.cumsum((jnp.asarray(attention_mask) != 0).astype(jnp.int32), axis=1)
-        return jnp.maximum(count - 1, 0)
-
-
 def logits(
     hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"], vocab_size: int | None = None
 ) -> Float[Array, "B T tokens"]:

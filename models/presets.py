@@ -20,8 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from models import FAMILIES
 from models.checkpoint import find_family
-from models.conformer import ConformerEncoder
-from models.conformer_config import ConformerConfig
+from models.conformer.config import ConformerConfig
+from models.conformer.modules import ConformerEncoder
 from models.decoder import CausalDecoder
 from models.errors import CheckpointError, InputError
 from models.example_values import fill_inputs, fill_module

@@ -111,5 +111,4 @@ def _scaled(theta: float, section: ConfigFields | None) -> Rotary:
             high=section.positive("high_freq_factor"),
             original_len=section.count("original_max_position_embeddings"),
         )
-    section.warn_unknown()
     return rotary

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import models
 from models.keymap import abstract_parameters
-from models.llama_checkpoint import FAMILY
+from models.llama.checkpoint import FAMILY
 
 SIZES = {
     "hidden_size": 2048,

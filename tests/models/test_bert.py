@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import models
-from models.bert import check_shapes, mask_bias
-from models.bert_checkpoint import FAMILY, key_map
+from models.bert.checkpoint import FAMILY, key_map
+from models.bert.modules import check_shapes, mask_bias
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE, errors_against, read_reference
 from models.parameters import Parameter, fill, parameters_of

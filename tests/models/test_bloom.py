@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 import models
-from models.bloom import alibi_bias, alibi_slopes
-from models.bloom_checkpoint import FAMILY, key_map
+from models.bloom.checkpoint import FAMILY, key_map
+from models.bloom.modules import alibi_bias, alibi_slopes
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
 from tests.decoders import (
@@ -92,7 +92,7 @@ def test_slopes_of_one_series_are_noticed(monkeypatch):
     def probe(model, given):
         return FAMILY.probe(model, given)
 
-    monkeypatch.setattr("models.bloom.alibi_slopes", wrong)
+    monkeypatch.setattr("models.bloom.modules.alibi_slopes", wrong)
     assert errors("bloom", probe=probe)["logits"] > 10 * TOLERANCE
 
 

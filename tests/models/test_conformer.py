@@ -9,13 +9,15 @@ import pytest
 from flax import nnx
 
 import models
-from models import conformer
-from models.conformer import check_frames
-from models.conformer_checkpoint import FAMILY, encoder_key_map
-from models.conformer_positions import relative_table, rotary_table, rotate, shift
+from models.conformer import modules as conformer
+from models.conformer.checkpoint import encoder_key_map
+from models.conformer.modules import check_frames
+from models.conformer.positions import relative_table, rotary_table, rotate, shift
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
-from models.wav2vec2_conformer import check_audio, count_frames, frame_mask, least_samples
+from models.wav2vec2_conformer.checkpoint import FAMILY
+from models.wav2vec2_conformer.config import count_frames, least_samples
+from models.wav2vec2_conformer.modules import check_audio, frame_mask
 from tests.encoders import (
     call,
     changed,

@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 import models
-from models.conformer_checkpoint import key_map
-from models.conformer_config import check_choice
+from models.family_config import check_choice
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
 from models.parameters import fingerprint, parameters_of
+from models.wav2vec2_conformer.checkpoint import key_map
 from tests.encoders import (
     DATA,
     fields_of,

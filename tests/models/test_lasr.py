@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 
 import models
-from models.conformer_convolution import depthwise_convolution
+from models.conformer.convolution import depthwise_convolution
 from models.kernels import HOPPER, with_kernels
 from models.keymap import abstract_parameters, count_parameters
-from models.lasr import check_mels, frame_mask
-from models.lasr_checkpoint import key_map
-from models.lasr_config import count_frames, least_frames
+from models.lasr.checkpoint import key_map
+from models.lasr.config import count_frames, least_frames
+from models.lasr.modules import check_mels, frame_mask
 from models.numeric import TOLERANCE
 from tests.encoders import (
     call,

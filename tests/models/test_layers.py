@@ -2,14 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import attend, causal_bias, positions_from_mask
-
-
-@pytest.mark.parametrize("dtype", [np.int32, bool])
-def test_positions_are_counted_from_the_first_token(dtype):
-    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], dtype)
-    expected = [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
-    np.testing.assert_array_equal(positions_from_mask(mask), expected)
+from models.layers import attend, causal_bias
 
 
 @pytest.mark.parametrize("dtype", [np.int32, bool])

@@ -8,7 +8,7 @@ from flax import nnx
 
 import models
 from models.keymap import abstract_parameters, count_parameters
-from models.llama_checkpoint import key_map
+from models.llama.checkpoint import key_map
 from models.numeric import TOLERANCE
 from models.parameters import fingerprint
 from tests.decoders import (

@@ -9,8 +9,9 @@ from flax import nnx
 import models
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
-from models.parakeet import check_mels, count_frames, frame_mask
-from models.parakeet_checkpoint import key_map
+from models.parakeet.checkpoint import key_map
+from models.parakeet.config import count_frames
+from models.parakeet.modules import check_mels, frame_mask
 from tests.encoders import (
     call,
     changed,

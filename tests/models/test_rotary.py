@@ -24,7 +24,10 @@ OURS = Rotary(theta=500000.0, **SCALING)
 
 
 def read(**fields):
-    return read_rotary(ConfigFields(fields))
+    reader = ConfigFields(fields)
+    rotary = read_rotary(reader)
+    reader.warn_unknown()
+    return rotary
 
 
 def refused(**fields):

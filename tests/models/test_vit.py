@@ -11,8 +11,8 @@ import models
 from models.keymap import abstract_parameters, count_parameters
 from models.numeric import TOLERANCE
 from models.parameters import fingerprint
-from models.vit import check_shape, extract_patches
-from models.vit_checkpoint import key_map
+from models.vit.checkpoint import key_map
+from models.vit.modules import check_shape, extract_patches
 from tests.encoders import (
     DATA,
     call,

@@ -19,8 +19,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import models
 from models.attention import Keys, Packing, attention
-from models.conformer_convolution import BatchNorm, FoldedConvolution, depthwise_convolution
-from models.conformer_positions import relative_bias, shift
+from models.bloom.modules import alibi_bias, alibi_slopes
+from models.conformer.convolution import BatchNorm, FoldedConvolution, depthwise_convolution
+from models.conformer.positions import relative_bias, shift
 from models.kernels import HOPPER, PLAIN, Kernels, with_kernels
 from models.numeric import TOLERANCE, errors_against, read_reference
 from models.parameters import fingerprint
@@ -274,11 +275,11 @@ def test_folded_convolution_is_convolution_and_batch_norm(length, width, bias):
 def test_alibi_slopes_are_the_alibi_bias():
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (jax.random.normal(k, (2, 9, 4, 8)) for k in keys)
-    slopes = models.bloom.alibi_slopes(4)
+    slopes = alibi_slopes(4)
     by_slope = attention(query, key, value, Keys(by="pallas", causal=True, slopes=slopes))
     terms = {
         "bias": models.layers.causal_bias(9, None),
-        "alibi": models.bloom.alibi_bias(4, 9, None),
+        "alibi": alibi_bias(4, 9, None),
     }
     by_bias = attention(query, key, value, Keys(by="xla", **terms))
     np.testing.assert_allclose(by_slope, by_bias, atol=1e-5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.conformer import ConformerConfig, ConformerEncoder
+from models import ConformerConfig, ConformerEncoder
 from models.presets import PRESETS, find_shape
 from pbjax.device import ResourceClass, find_device
 from pbjax.graph.cost import equation_cost

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from models.conformer_positions import relative_bias
+from models.conformer.positions import relative_bias
 from pallas_kernels.attention import (
     attention,
     attention_packed,

@@ -166,11 +166,11 @@ def leaves_of(row: Row) -> tuple[Leaf, ...]:
     """The key map: names in Hugging Face's files, and how tensors are laid out."""
     config = nnx.eval_shape(lambda: build(row)).config
     if row.name == "conformer":
-        from models.conformer_checkpoint import encoder_key_map
+        from models.conformer.checkpoint import encoder_key_map
 
         return encoder_key_map(config)
     family = {"vit": "vit", "bert": "bert", "gpt2": "gpt2", "bloom": "bloom", "llama": "llama"}
-    module = __import__(f"models.{family[row.name]}_checkpoint", fromlist=["key_map"])
+    module = __import__(f"models.{family[row.name]}.checkpoint", fromlist=["key_map"])
     return module.key_map(config)
 
 

@@ -1,0 +1,1 @@
+"""BLOOM: decoders whose positions enter by ALiBi."""

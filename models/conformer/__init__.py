@@ -1,0 +1,1 @@
+"""Conformer: encoders of frames, the middle of other models of audio."""

@@ -1,0 +1,1 @@
+"""LASR: a Conformer with rotary positions on mel spectrograms."""

@@ -1,0 +1,1 @@
+"""Parakeet: a Fast Conformer on mel spectrograms."""

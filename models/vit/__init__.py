@@ -1,0 +1,1 @@
+"""ViT: Vision Transformers."""

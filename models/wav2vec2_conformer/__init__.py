@@ -1,0 +1,1 @@
+"""wav2vec2-conformer: a Conformer on raw audio."""
