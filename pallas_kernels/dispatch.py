@@ -65,6 +65,43 @@ def dispatch[Out](
     return _launch(kernel, candidates[implementation])
 
 
+def run_kernel[Out](
+    kernel: str,
+    *,
+    launch: Callable[[int], Out],
+    plain: Callable[[], Out],
+    sm_budget: int | None,
+    implementation: Implementation | None,
+    arguments: Mapping[str, object] | None = None,
+) -> Out:
+    """Answers a call with checked operands, by its kernel or in plain JAX.
+
+    Args:
+      kernel: Name of the public function, for messages.
+      launch: Launches the kernel on so many SMs; raises NotImplementedError for what it cannot do.
+      plain: Computes the same in plain JAX.
+      sm_budget: The caller's, see `check_sm_budget`.
+      implementation: The caller's, see `dispatch`.
+      arguments: See `dispatch`.
+
+    Returns:
+      What the one or the other returns.
+
+    Raises:
+      TypeError: The budget is no integer.
+      ValueError: The budget is more than the device has; an implementation that there is not.
+      NotImplementedError: The named implementation cannot.
+    """
+    sms = check_sm_budget(kernel, sm_budget)
+
+    def by_kernel() -> Out:
+        if implementation is None:
+            require_hopper(kernel)
+        return launch(sms)
+
+    return dispatch(kernel, implementation, {"mosaic_gpu": by_kernel, "xla": plain}, arguments)
+
+
 def _launch[Out](kernel: str, candidate: Callable[[], Out]) -> Out:
     """What a kernel that was named returns; on a device that cannot run it, a refusal by name.
 

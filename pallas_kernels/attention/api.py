@@ -1,6 +1,5 @@
 """The public attention functions: what a caller may pass, and which implementation answers."""
 
-import functools
 import math
 
 import jax
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import check_arrays, number, whole
 from pallas_kernels.attention import mosaic_gpu, xla
-from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
+from pallas_kernels.dispatch import Implementation, run_kernel
 
 
 def attention(
@@ -89,11 +88,11 @@ def attention(
     )
     check_relative(q, k, query_starts, relative_rows, relative_shift)
     check_key_bias(q, k, key_bias)
-    scale = _check_scale(q, scale)
-    softcap = check_softcap("attention", softcap)
-    sms = check_sm_budget("attention", sm_budget)
-    terms = {
-        "scale": scale,
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "scale": _check_scale(q, scale),
         "causal": causal,
         "window": window,
         "lengths": lengths,
@@ -104,23 +103,25 @@ def attention(
         "key_bias": key_bias,
         "relative_rows": relative_rows,
         "relative_shift": relative_shift,
-        "softcap": softcap,
+        "softcap": check_softcap("attention", softcap),
     }
 
-    def by_kernel():
-        _require_kernel("attention", q, implementation)
+    def launch(sms: int) -> Array:
+        _require_kernel("attention", q)
         if relative_rows is not None and q.shape[3] > 128:
             raise NotImplementedError(
                 f"attention(relative_rows, implementation='mosaic_gpu'): head size is {q.shape[3]};"
                 " with scores by difference up to 128 fit; use implementation='xla'"
             )
-        return _attention(q, k, v, sms=sms, **terms)
+        return _attention(**arguments, sms=sms)
 
-    return dispatch(
+    return run_kernel(
         "attention",
-        implementation,
-        {"mosaic_gpu": by_kernel, "xla": functools.partial(xla.attention_xla, q, k, v, **terms)},
-        {"q": q, "k": k, "v": v, **terms},
+        launch=launch,
+        plain=lambda: xla.attention_xla(**arguments),
+        sm_budget=sm_budget,
+        implementation=implementation,
+        arguments=arguments,
     )
 
 
@@ -167,21 +168,29 @@ def attention_packed(
     """
     window = None if window is None else whole("attention_packed", "window", window)
     check_attention_packed(q, k, v, offsets, window, causal, alibi_slopes)
-    sms = check_sm_budget("attention_packed", sm_budget)
     offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32).at[0].set(0), 0, q.shape[0]))
-    terms = {
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "offsets": offsets,
         "scale": _check_scale(q, scale),
         "causal": causal,
         "window": window,
         "alibi_slopes": alibi_slopes,
     }
 
-    def by_kernel():
-        _require_kernel("attention_packed", q, implementation)
-        return _attention_packed(q, k, v, offsets=offsets, sms=sms, **terms)
+    def launch(sms: int) -> Array:
+        _require_kernel("attention_packed", q)
+        return _attention_packed(**arguments, sms=sms)
 
-    by_xla = functools.partial(xla.attention_packed_xla, q, k, v, offsets, **terms)
-    return dispatch("attention_packed", implementation, {"mosaic_gpu": by_kernel, "xla": by_xla})
+    return run_kernel(
+        "attention_packed",
+        launch=launch,
+        plain=lambda: xla.attention_packed_xla(**arguments),
+        sm_budget=sm_budget,
+        implementation=implementation,
+    )
 
 
 # One launch is traced, lowered and compiled once for all its uses in a program.
@@ -330,9 +339,7 @@ def check_softcap(kernel: str, softcap: float | None) -> float | None:
     return softcap
 
 
-def _require_kernel(name: str, q: jax.Array, implementation: Implementation | None) -> None:
-    if implementation is None:
-        require_hopper(name)
+def _require_kernel(name: str, q: jax.Array) -> None:
     head_dim = q.shape[-1]
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(

@@ -11,7 +11,7 @@ Rows of differences of positions run along with the keys in a ring of their own.
 beside that of the last weights; brought to its keys (relative.py), the scores start from it.
 
 Not here: how a call becomes operands (mosaic_gpu.py), the tile (tile.py), which CTA does what
-(items.py, places.py), and what becomes of scores in registers (scores.py).
+(items.py, places.py), shared memory (scratch.py), what becomes of scores in registers (scores.py).
 """
 
 import functools
@@ -39,6 +39,7 @@ from pallas_kernels.attention.scores import (
     over_rows,
     softmax_step,
 )
+from pallas_kernels.attention.scratch import scratch_types
 from pallas_kernels.attention.tile import (
     ALIGNMENT,
     BARRIER_BYTES,
@@ -61,32 +62,25 @@ class Rows(NamedTuple):
     empty: jax.Ref
 
 
-def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs) -> None:
-    refs = list(refs)
-    q_g, k_g, v_g = refs[:3]
-    del refs[:3]
-    present = (
-        problem.has_lengths,
-        problem.has_query_lengths,
-        problem.has_starts,
-        problem.has_alibi,
-        bool(problem.bias_batch),
-        problem.has_key_bias,
-        problem.has_key_bias,
-        problem.has_relative,
-        problem.has_relative,
-        problem.packed,
-        problem.causal and not problem.packed,
-    )
-    given = Given(q_g, k_g, v_g, *(refs.pop(0) if there else None for there in present))
-    o_g, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = refs[:11]
-    del refs[:11]
-    held = refs.pop(0) if tile.holds else None
-    rows_s = refs.pop(0) if problem.packed else None
-    b_s, b_full, b_empty = (refs.pop(0) if problem.bias_batch else None for _ in range(3))
+def _kernel_body(
+    problem: Problem, tile: Tile, sms: int, interpret: bool, names: tuple[str, ...], *refs
+) -> None:
+    """What a CTA does.
+
+    Args:
+      problem: The call.
+      tile: The tile.
+      sms: Size of the grid.
+      interpret: Whether jax's interpreter runs this.
+      names: Fields of `Given` that there are.
+      refs: Those, the output, and the scratch.
+    """
+    *operands, o_g, scratch = refs
+    given = Given(**dict(zip(names, operands, strict=True)))
+    q, k, v, turn = scratch.q, scratch.k, scratch.v, scratch.turn
     ring = None
-    if problem.has_relative and given.rows is not None and given.shift is not None:
-        ring = Rows(given.rows, given.shift, *(refs.pop(0) for _ in range(3)))
+    if scratch.rows is not None and given.rows is not None and given.shift is not None:
+        ring = Rows(given.rows, given.shift, *scratch.rows)
     first_rows = range(tile.relative_window - 1) if ring is not None else ()
     wg = lax.axis_index("wg")
     dtype, depth, consumers = given.q.dtype, tile.depth, tile.consumers
@@ -105,7 +99,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
     def free_last_queries(number):
         """Frees the slot of the item before this one, whose output has left it by now."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(q_empty.at[query_barrier(number + 1, wg)])
+        plgpu.barrier_arrive(q.empty.at[query_barrier(number + 1, wg)])
 
     def store_rows(staged, place, o, row, begin, count):
         """Stores rows begin .. begin + count - 1, and no other, as their neighbours are others'.
@@ -131,7 +125,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
     def attend_rows(place, row, number, step):
         steps = place.last - place.first
-        queries = q_s.at[query_slot(number), wg]
+        queries = q.tiles.at[query_slot(number), wg]
         slope = None if given.slopes is None else given.slopes[place.head] * LOG2_E
 
         def key_of(j):
@@ -158,11 +152,12 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             terms, shift = None, jnp.float32(0)
             if slope is not None:
                 terms, shift = alibi(problem, tile, place, row, key_of(j), slope)
-            if b_s is not None and b_full is not None and b_empty is not None:
-                plgpu.barrier_wait(b_full.at[wg])
-                bias = plgpu.layout_cast(b_s[wg], MATRIX).astype(jnp.float32) * LOG2_E
+            if scratch.bias is not None:
+                plgpu.barrier_wait(scratch.bias.full.at[wg])
+                bias = plgpu.layout_cast(scratch.bias.tiles[wg], MATRIX)
+                bias = bias.astype(jnp.float32) * LOG2_E
                 plgpu.commit_smem()  # read by all threads before TMA writes it again
-                plgpu.barrier_arrive(b_empty.at[wg])
+                plgpu.barrier_arrive(scratch.bias.empty.at[wg])
                 terms = bias if terms is None else terms + bias
             return terms, shift
 
@@ -221,14 +216,14 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 start = None
                 if ring is not None:
                     start, meanwhile = relative_scores(ring, shifted, j, meanwhile), None
-                plgpu.barrier_wait(k_full.at[slot])
+                plgpu.barrier_wait(k.full.at[slot])
                 if meanwhile is not None:
                     plgpu.barrier_wait(turn.at[wg])
 
                 def multiply(s_ref):
                     if start is not None and not interpret:
                         s_ref[...] = start
-                    plgpu.wgmma(s_ref, queries, k_s.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(s_ref, queries, k.tiles.at[slot].transpose((1, 0)))
                     if meanwhile is None:
                         return s_ref[...]
                     meanwhile()
@@ -236,24 +231,24 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=wait_n)
 
                 scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, tile.block_kv)))
-                plgpu.barrier_arrive(k_empty.at[slot])
+                plgpu.barrier_arrive(k.empty.at[slot])
                 if start is not None and interpret:
                     scores += start
                 return with_key_bias(capped(problem, scores), j)
 
             def add_values(p, j):
                 slot = modulo(step + j, depth)
-                plgpu.barrier_wait(v_full.at[slot])
+                plgpu.barrier_wait(v.full.at[slot])
                 if interpret:  # no WGMMA with its left operand in registers there
-                    o_ref[...] += jnp.dot(p, v_s[slot], preferred_element_type=jnp.float32)
+                    o_ref[...] += jnp.dot(p, v.tiles[slot], preferred_element_type=jnp.float32)
                     plgpu.commit_smem()
                 else:
-                    plgpu.wgmma(o_ref, p, v_s.at[slot])
+                    plgpu.wgmma(o_ref, p, v.tiles.at[slot])
 
             def values_added(j):
                 if not interpret:
                     plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_empty.at[modulo(step + j, depth)])
+                plgpu.barrier_arrive(v.empty.at[modulo(step + j, depth)])
 
             def advance(j, carry, *, mask=None, overlap=True):
                 m, total, p = carry
@@ -264,9 +259,9 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                     scores = mask(scores, j)
                 p, m, total, shrink = softmax_step(scores, *terms_of(j), m, total, factor)
                 p = p.astype(dtype)
-                if held is not None:  # ptxas moves nothing over a wait for a barrier
-                    plgpu.barrier_arrive(held.at[wg])
-                    plgpu.barrier_wait(held.at[wg])
+                if scratch.held is not None:  # ptxas moves nothing over a wait for a barrier
+                    plgpu.barrier_arrive(scratch.held.at[wg])
+                    plgpu.barrier_wait(scratch.held.at[wg])
                 values_added(j - 1)
                 o = load(o_ref)
                 o_ref[...] = o * over_rows(shrink, o.shape)
@@ -276,7 +271,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
                 o_ref[...] = jnp.zeros_like(o_ref)
             m = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
-            plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
+            plgpu.barrier_wait(q.full.at[query_barrier(number, wg)])
             if ring is not None:
                 shifted = shifted_queries(ring)
             for index in first_rows:
@@ -318,7 +313,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             return o * over_rows(inverse, o.shape)
 
         if interpret:
-            o = attend(refs[-1].at[wg])
+            o = attend(scratch.accumulators.at[wg])
         else:
             o = pl.run_scoped(attend, plgpu.ACC((ROWS, problem.head_dim)))
         o = o.astype(dtype)
@@ -328,12 +323,12 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(queries, o_g.at[place.batch, rows_from(place, row), place.head])
 
-        if rows_s is None:
+        if scratch.packed_rows is None:
             store_tile()
         else:
             begin = jnp.maximum(place.low - row, 0)
             count = jnp.clip(place.queries - row, begin, ROWS) - begin
-            staged = rows_s.at[wg]
+            staged = scratch.packed_rows.at[wg]
             lax.cond(
                 count == ROWS,
                 store_tile,
@@ -347,11 +342,11 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def see_key_tile(j):
             slot = modulo(step + j, depth)
-            plgpu.barrier_wait(k_full.at[slot])
-            plgpu.barrier_arrive(k_empty.at[slot])
-            if b_full is not None and b_empty is not None:
-                plgpu.barrier_wait(b_full.at[wg])
-                plgpu.barrier_arrive(b_empty.at[wg])
+            plgpu.barrier_wait(k.full.at[slot])
+            plgpu.barrier_arrive(k.empty.at[slot])
+            if scratch.bias is not None:
+                plgpu.barrier_wait(scratch.bias.full.at[wg])
+                plgpu.barrier_arrive(scratch.bias.empty.at[wg])
             if ring is not None:
                 see_rows(ring, j + tile.relative_window - 1)
 
@@ -362,8 +357,8 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
 
         def see_value_tile(j):
             slot = modulo(step + j, depth)
-            plgpu.barrier_wait(v_full.at[slot])
-            plgpu.barrier_arrive(v_empty.at[slot])
+            plgpu.barrier_wait(v.full.at[slot])
+            plgpu.barrier_arrive(v.empty.at[slot])
 
         def advance(j, _):
             plgpu.barrier_wait(turn.at[wg])
@@ -372,7 +367,7 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
             see_value_tile(j - 1)
 
         steps = place.last - place.first
-        plgpu.barrier_wait(q_full.at[query_barrier(number, wg)])
+        plgpu.barrier_wait(q.full.at[query_barrier(number, wg)])
         free_last_queries(number)
         for index in first_rows:
             see_rows(ring, index)
@@ -399,19 +394,19 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         for w in range(consumers):
             rows = rows_from(place, place.row + w * ROWS)
             here = query_barrier(number, w)
-            plgpu.barrier_wait(q_empty.at[here])
+            plgpu.barrier_wait(q.empty.at[here])
             plgpu.copy_gmem_to_smem(
                 given.q.at[place.batch, rows, place.head],
-                q_s.at[query_slot(number), w],
-                q_full.at[here],
+                q.tiles.at[query_slot(number), w],
+                q.full.at[here],
             )
 
-        def fetch(j, source, ring, full, empty):
+        def fetch(j, source, ring):
             slot, t = modulo(step + j, depth), place.last - 1 - j
             keys = rows_from(place, t * tile.block_kv, tile.block_kv)
-            plgpu.barrier_wait(empty.at[slot])
+            plgpu.barrier_wait(ring.empty.at[slot])
             plgpu.copy_gmem_to_smem(
-                source.at[place.batch, keys, kv_head], ring.at[slot], full.at[slot]
+                source.at[place.batch, keys, kv_head], ring.tiles.at[slot], ring.full.at[slot]
             )
 
         def fetch_rows(ring, index):
@@ -431,39 +426,41 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         def fetch_keys(j):
             if ring is not None:
                 fetch_rows(ring, j + tile.relative_window - 1)
-            fetch(j, given.k, k_s, k_full, k_empty)
-            if given.bias is None or b_s is None or b_full is None or b_empty is None:
+            fetch(j, given.k, k)
+            if given.bias is None or scratch.bias is None:
                 return
             batch = place.batch if problem.bias_batch > 1 else 0
             keys = pl.ds((place.last - 1 - j) * tile.block_kv, tile.block_kv)
             for w in range(consumers):
                 rows = pl.ds(place.row + w * ROWS, ROWS)
-                plgpu.barrier_wait(b_empty.at[w])
+                plgpu.barrier_wait(scratch.bias.empty.at[w])
                 plgpu.copy_gmem_to_smem(
-                    given.bias.at[batch, place.head, rows, keys], b_s.at[w], b_full.at[w]
+                    given.bias.at[batch, place.head, rows, keys],
+                    scratch.bias.tiles.at[w],
+                    scratch.bias.full.at[w],
                 )
 
         def fetch_both(j, _):
             fetch_keys(j)
-            fetch(j - 1, given.v, v_s, v_full, v_empty)
+            fetch(j - 1, given.v, v)
 
         steps = place.last - place.first
         for index in first_rows:
             fetch_rows(ring, index)
         fetch_keys(jnp.int32(0))
         lax.fori_loop(1, steps, fetch_both, None)
-        fetch(steps - 1, given.v, v_s, v_full, v_empty)
+        fetch(steps - 1, given.v, v)
         return step + steps
 
     @pl.when(wg < consumers)
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
         for slot in range(depth):
-            plgpu.barrier_arrive(k_empty.at[slot])
-            plgpu.barrier_arrive(v_empty.at[slot])
-        plgpu.barrier_arrive(q_empty.at[wg])
-        if b_empty is not None:
-            plgpu.barrier_arrive(b_empty.at[wg])
+            plgpu.barrier_arrive(k.empty.at[slot])
+            plgpu.barrier_arrive(v.empty.at[slot])
+        plgpu.barrier_arrive(q.empty.at[wg])
+        if scratch.bias is not None:
+            plgpu.barrier_arrive(scratch.bias.empty.at[wg])
         if ring is not None:
             for slot in range(tile.relative_depth):
                 plgpu.barrier_arrive(ring.empty.at[slot])
@@ -479,40 +476,15 @@ def _kernel_body(problem: Problem, tile: Tile, sms: int, interpret: bool, *refs)
         count = for_each_item(problem, tile, sms, given, produce)
         if interpret:  # where no arrival may be left unobserved
             for w in range(consumers):
-                plgpu.barrier_wait(q_empty.at[query_barrier(count, w)])
-                if b_empty is not None:
-                    plgpu.barrier_wait(b_empty.at[w])
+                plgpu.barrier_wait(q.empty.at[query_barrier(count, w)])
+                if scratch.bias is not None:
+                    plgpu.barrier_wait(scratch.bias.empty.at[w])
             for slot in range(depth):
-                plgpu.barrier_wait(k_empty.at[slot])
-                plgpu.barrier_wait(v_empty.at[slot])
+                plgpu.barrier_wait(k.empty.at[slot])
+                plgpu.barrier_wait(v.empty.at[slot])
             if ring is not None:
                 for slot in range(tile.relative_depth):
                     plgpu.barrier_wait(ring.empty.at[slot])
-
-
-def _scratch(problem: Problem, tile: Tile, dtype, interpret: bool) -> list:
-    consumers, depth = tile.consumers, tile.depth
-    rows = plgpu.SMEM((tile.query_slots, consumers, ROWS, problem.head_dim), dtype)
-    ring = plgpu.SMEM((depth, tile.block_kv, problem.head_dim), dtype)
-    each_consumer = plgpu.Barrier(num_barriers=consumers)
-    each_query = plgpu.Barrier(num_barriers=tile.query_slots * consumers)
-    filled = plgpu.Barrier(num_barriers=depth)
-    freed = plgpu.Barrier(num_arrivals=consumers, num_barriers=depth)
-    scratch = [rows, ring, ring, each_query, each_query, filled, freed, filled, freed]
-    scratch += [each_consumer] * (1 + tile.holds)
-    if problem.packed:
-        scratch.append(plgpu.SMEM((consumers, ROWS, problem.head_dim), dtype))
-    if problem.bias_batch:
-        bias = plgpu.SMEM((consumers, ROWS, tile.block_kv), dtype)
-        scratch += [bias, each_consumer, each_consumer]
-    if problem.has_relative:
-        slots = tile.relative_depth
-        scratch.append(plgpu.SMEM((slots, tile.block_kv, problem.head_dim), dtype))
-        scratch.append(plgpu.Barrier(num_barriers=slots))
-        scratch.append(plgpu.Barrier(num_arrivals=consumers, num_barriers=slots))
-    if interpret:
-        scratch.append(plgpu.SMEM((consumers, ROWS, problem.head_dim), jnp.float32))
-    return scratch
 
 
 def launch(
@@ -525,15 +497,16 @@ def launch(
             f"at head size {problem.head_dim}; an SM has {SMEM_BYTES}; use a smaller block_kv or "
             "depth"
         )
-    operands = [getattr(given, field.name) for field in fields(given)]
+    present = {field.name: getattr(given, field.name) for field in fields(given)}
+    operands = {name: x for name, x in present.items() if x is not None}
     return plgpu.kernel(
-        functools.partial(_kernel_body, problem, tile, sms, interpret),
+        functools.partial(_kernel_body, problem, tile, sms, interpret, tuple(operands)),
         out_type=jax.ShapeDtypeStruct(given.q.shape, given.q.dtype),
-        scratch_types=_scratch(problem, tile, given.q.dtype, interpret),
+        scratch_types=[scratch_types(problem, tile, given.q.dtype, interpret=interpret)],
         grid=(sms,),
         grid_names=("sm",),
         num_threads=tile.consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="pbjax_attention",
-    )(*(x for x in operands if x is not None))
+    )(*operands.values())

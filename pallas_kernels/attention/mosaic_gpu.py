@@ -155,7 +155,6 @@ def attention(
         key_biased=biased,
         rows=rows,
         shift=relative_shift,
-        packed=None,
         dealt=items.deal(problem, tile, sms) if causal else None,
     )
     return kernel.launch(problem, tile, given, sms, interpret)[:, :t, :, :h]
@@ -287,16 +286,7 @@ def _attend_packed(
         q=q,
         k=k,
         v=v,
-        lengths=None,
-        query_lengths=None,
-        starts=None,
         slopes=_cast(alibi_slopes, jnp.float32),
-        bias=None,
-        key_bias=None,
-        key_biased=None,
-        rows=None,
-        shift=None,
         packed=items.pack(problem, tile, starts, lengths, keys),
-        dealt=None,
     )
     return kernel.launch(problem, tile, given, min(sms, most), interpret)[0, :total, :, :h]

@@ -15,22 +15,39 @@ from pallas_kernels.attention.tile import ALIGNMENT, Problem, Tile
 
 @dataclass(frozen=True, slots=True)
 class Given[Operand]:
-    """The operands, arrays outside and references inside the kernel; None where there is none."""
+    """The operands, arrays outside and references inside the kernel; None where there is none.
+
+    Attributes:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      lengths: Number of valid keys of each sequence.
+      query_lengths: Number of valid queries of each sequence.
+      starts: Position of the first query of each sequence among its keys.
+      slopes: ALiBi's slope of each query head.
+      bias: What is added to the scaled scores.
+      key_bias: The same by key tiles, in units of what the softmax takes.
+      key_biased: Which key tiles have a key_bias that is not zero.
+      rows: Rows of differences; query 0 and key 0 meet the last row of query tiles.
+      shift: What queries that meet such rows have besides.
+      packed: The query tiles of packed sequences, as `items.pack` lists them.
+      dealt: The items of each CTA, as `items.deal` deals them.
+    """
 
     q: Operand
     k: Operand
     v: Operand
-    lengths: Operand | None
-    query_lengths: Operand | None
-    starts: Operand | None
-    slopes: Operand | None
-    bias: Operand | None
-    key_bias: Operand | None  # by key tiles, in units of what the softmax takes
-    key_biased: Operand | None  # which key tiles have one that is not zero
-    rows: Operand | None  # of differences; query 0 and key 0 meet the last row of query tiles
-    shift: Operand | None  # what queries that meet rows have besides
-    packed: Operand | None  # as items.pack gives them
-    dealt: Operand | None  # as items.deal gives them
+    lengths: Operand | None = None
+    query_lengths: Operand | None = None
+    starts: Operand | None = None
+    slopes: Operand | None = None
+    bias: Operand | None = None
+    key_bias: Operand | None = None
+    key_biased: Operand | None = None
+    rows: Operand | None = None
+    shift: Operand | None = None
+    packed: Operand | None = None
+    dealt: Operand | None = None
 
 
 class Place(NamedTuple):

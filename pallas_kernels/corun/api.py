@@ -94,12 +94,10 @@ def gemm_beside_norm(
             "gemm_beside_norm(centred=False, norm_bias=...): RMSNorm has no bias; pass "
             "norm_bias=None"
         )
-    ctas = dispatch.check_sm_budget("gemm_beside_norm", sm_budget)
     width = norm_x.shape[-1]
     rows = [a.reshape(-1, width) for a in (norm_x, norm_residual)]
 
-    def together():
-        require(implementation)
+    def together(sms: int) -> GemmBesideNorm:
         product, *others = _beside_norm(
             rows_of(x),
             w,
@@ -111,12 +109,12 @@ def gemm_beside_norm(
             eps=eps,
             centred=centred,
             epilogue=Epilogue(activation=activation),
-            ctas=ctas,
+            ctas=sms,
         )
         normed, total = (a.reshape(norm_x.shape) for a in others)
         return GemmBesideNorm(with_axes_of(product, x), normed, total)
 
-    def in_sequence():
+    def in_sequence() -> GemmBesideNorm:
         options = {"bias": bias, "residual": residual, "activation": activation}
         product = gemm(x, w, **options, implementation="xla")
         rows = (norm_x, norm_residual, norm_scale)
@@ -126,8 +124,12 @@ def gemm_beside_norm(
             both = add_rms_norm(*rows, eps=eps, implementation="xla")
         return GemmBesideNorm(product, both.normed, both.total)
 
-    return dispatch.dispatch(
-        "gemm_beside_norm", implementation, {"mosaic_gpu": together, "xla": in_sequence}
+    return dispatch.run_kernel(
+        "gemm_beside_norm",
+        launch=together,
+        plain=in_sequence,
+        sm_budget=sm_budget,
+        implementation=implementation,
     )
 
 
@@ -198,10 +200,8 @@ def gemm_beside_decode_attention(
     first_sequence = whole("gemm_beside_decode_attention", "first_sequence", first_sequence)
     check_decode_attention(q, k, v, lengths, None, alibi_slopes, first_sequence)
     attention_scale = check_scale(q, attention_scale)
-    ctas = dispatch.check_sm_budget("gemm_beside_decode_attention", sm_budget)
 
-    def together():
-        require(implementation)
+    def together(sms: int) -> GemmBesideDecodeAttention:
         product, attended = _beside_decode_attention(
             rows_of(x),
             (w_gate, w) if gated else (w,),
@@ -215,11 +215,11 @@ def gemm_beside_decode_attention(
             first_sequence=first_sequence,
             attention_scale=attention_scale,
             epilogue=Epilogue(activation=activation, gated=gated, scale=scale),
-            ctas=ctas,
+            ctas=sms,
         )
         return GemmBesideDecodeAttention(with_axes_of(product, x), attended)
 
-    def in_sequence(implementation):
+    def in_sequence(implementation: dispatch.Implementation | None) -> GemmBesideDecodeAttention:
         if gated:
             options = {"activation": activation, "implementation": implementation}
             product = gated_gemm(x, w_gate, w, **options)
@@ -238,25 +238,21 @@ def gemm_beside_decode_attention(
         )
         return GemmBesideDecodeAttention(product, attended)
 
-    def best():
+    def best(sms: int) -> GemmBesideDecodeAttention:
         try:
-            return together()
+            return together(sms)
         except NotImplementedError:
             if implementation is not None:
                 raise
             return in_sequence(None)  # The best kernel for each.
 
-    return dispatch.dispatch(
+    return dispatch.run_kernel(
         "gemm_beside_decode_attention",
-        implementation,
-        {"mosaic_gpu": best, "xla": lambda: in_sequence("xla")},
+        launch=best,
+        plain=lambda: in_sequence("xla"),
+        sm_budget=sm_budget,
+        implementation=implementation,
     )
-
-
-def require(implementation: dispatch.Implementation | None) -> None:
-    """Refuses another device than a Hopper GPU where no implementation is named."""
-    if implementation is None:
-        dispatch.require_hopper("corun")
 
 
 def rows_of(x: Float[Array, "*B K"]) -> Float[Array, "_ K"]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.corun import mosaic_gpu
-from pallas_kernels.corun.api import require, rows_of, with_axes_of
+from pallas_kernels.corun.api import rows_of, with_axes_of
 from pallas_kernels.gemm.activations import Activation
 from pallas_kernels.gemm.api import check_gemm, gemm
 from pallas_kernels.gemm.mosaic_gpu import Epilogue
@@ -57,10 +57,8 @@ def gemm_beside_sums(
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
     check_gemm(x, w, bias, residual, activation)
-    ctas = dispatch.check_sm_budget("gemm_beside_sums", sm_budget)
 
-    def together():
-        require(implementation)
+    def together(sms: int) -> GemmBesideSums:
         product, sums = _beside_sums(
             rows_of(x),
             w,
@@ -68,17 +66,21 @@ def gemm_beside_sums(
             None if residual is None else rows_of(residual),
             data,
             epilogue=Epilogue(activation=activation),
-            ctas=ctas,
+            ctas=sms,
         )
         return GemmBesideSums(with_axes_of(product, x), jnp.sum(sums, axis=(0, 1)))
 
-    def in_sequence():
+    def in_sequence() -> GemmBesideSums:
         options = {"bias": bias, "residual": residual, "activation": activation}
         product = gemm(x, w, **options, implementation="xla")
         return GemmBesideSums(product, jnp.sum(data, axis=0, dtype=jnp.float32))
 
-    return dispatch.dispatch(
-        "gemm_beside_sums", implementation, {"mosaic_gpu": together, "xla": in_sequence}
+    return dispatch.run_kernel(
+        "gemm_beside_sums",
+        launch=together,
+        plain=in_sequence,
+        sm_budget=sm_budget,
+        implementation=implementation,
     )
 
 
@@ -102,16 +104,12 @@ def column_sums(
       ValueError: A budget the device lacks.
       NotImplementedError: The named implementation cannot do this shape, dtype or device.
     """
-    ctas = dispatch.check_sm_budget("column_sums", sm_budget)
-
-    def on_hopper():
-        require(implementation)
-        return jnp.sum(_column_sums(data, ctas=ctas), axis=(0, 1))
-
-    return dispatch.dispatch(
+    return dispatch.run_kernel(
         "column_sums",
-        implementation,
-        {"mosaic_gpu": on_hopper, "xla": lambda: jnp.sum(data, axis=0, dtype=jnp.float32)},
+        launch=lambda sms: jnp.sum(_column_sums(data, ctas=sms), axis=(0, 1)),
+        plain=lambda: jnp.sum(data, axis=0, dtype=jnp.float32),
+        sm_budget=sm_budget,
+        implementation=implementation,
     )
 
 

@@ -1,6 +1,5 @@
 """The public decode attention: what a caller may pass, and which implementation answers."""
 
-import functools
 import math
 
 import jax
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments import check_arrays, number, whole
 from pallas_kernels.attention.api import check_softcap
 from pallas_kernels.decode_attention import mosaic_gpu, xla
-from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
+from pallas_kernels.dispatch import Implementation, run_kernel
 
 
 def decode_attention(
@@ -64,29 +63,29 @@ def decode_attention(
     """
     first_sequence = whole("decode_attention", "first_sequence", first_sequence)
     check_decode_attention(q, k, v, lengths, page_table, alibi_slopes, first_sequence)
-    scale = check_scale(q, scale)
-    softcap = check_softcap("decode_attention", softcap)
-    sms = check_sm_budget("decode_attention", sm_budget)
-    terms = {
-        "scale": scale,
-        "softcap": softcap,
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "lengths": lengths,
+        "scale": check_scale(q, scale),
+        "softcap": check_softcap("decode_attention", softcap),
         "page_table": page_table,
         "alibi_slopes": alibi_slopes,
         "first_sequence": first_sequence,
     }
 
-    def by_kernel():
-        _require_kernel(q, implementation)
-        return _decode_attention(q, k, v, lengths, sms=sms, **terms)
+    def launch(sms: int) -> Array:
+        _require_kernel(q)
+        return _decode_attention(**arguments, sms=sms)
 
-    return dispatch(
+    return run_kernel(
         "decode_attention",
-        implementation,
-        {
-            "mosaic_gpu": by_kernel,
-            "xla": functools.partial(xla.decode_attention_xla, q, k, v, lengths, **terms),
-        },
-        {"q": q, "k": k, "v": v, "lengths": lengths, **terms},
+        launch=launch,
+        plain=lambda: xla.decode_attention_xla(**arguments),
+        sm_budget=sm_budget,
+        implementation=implementation,
+        arguments=arguments,
     )
 
 
@@ -185,9 +184,7 @@ def _check_tables(batch_size, num_heads, lengths, page_table, alibi_slopes) -> N
         )
 
 
-def _require_kernel(q: jax.Array, implementation: Implementation | None) -> None:
-    if implementation is None:
-        require_hopper("decode_attention")
+def _require_kernel(q: jax.Array) -> None:
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
             f"decode_attention(implementation='mosaic_gpu'): dtype is {q.dtype}; WGMMA takes "

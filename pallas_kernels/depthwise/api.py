@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.depthwise import mosaic_gpu, xla
-from pallas_kernels.dispatch import Implementation, check_sm_budget, dispatch, require_hopper
+from pallas_kernels.dispatch import Implementation, run_kernel
 from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
 
 
@@ -43,21 +43,19 @@ def depthwise_convolution(
       NotImplementedError: The named implementation cannot do this.
     """
     check_depthwise_convolution(x, kernel, offset, activation)
-    sms = check_sm_budget("depthwise_convolution", sm_budget)
-
-    def by_kernel():
-        _require_kernel(x, kernel, implementation)
-        return _launch(x, kernel, offset, activation=activation, sms=sms)
-
-    def by_xla():
-        return xla.depthwise_convolution(x, kernel, offset, activation=activation)
-
     arguments = {"x": x, "kernel": kernel, "offset": offset, "activation": activation}
-    return dispatch(
+
+    def launch(sms: int) -> Array:
+        _require_kernel(x, kernel)
+        return _launch(**arguments, sms=sms)
+
+    return run_kernel(
         "depthwise_convolution",
-        implementation,
-        {"mosaic_gpu": by_kernel, "xla": by_xla},
-        arguments,
+        launch=launch,
+        plain=lambda: xla.depthwise_convolution(**arguments),
+        sm_budget=sm_budget,
+        implementation=implementation,
+        arguments=arguments,
     )
 
 
@@ -92,9 +90,7 @@ def check_depthwise_convolution(x, kernel, offset, activation) -> None:
         )
 
 
-def _require_kernel(x, kernel, implementation: Implementation | None) -> None:
-    if implementation is None:
-        require_hopper("depthwise_convolution")
+def _require_kernel(x, kernel) -> None:
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         raise NotImplementedError(
             f"depthwise_convolution(implementation='mosaic_gpu'): dtype is {x.dtype}; frames of "

@@ -1,6 +1,5 @@
 """LayerNorm and RMSNorm, alone or after a residual sum: the public functions and their checks."""
 
-import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -289,36 +288,30 @@ def _dispatch(
 ) -> tuple[Array, ...]:
     eps = number(kernel, "eps", eps)
     check_norm(kernel, x, residual, scale, bias, eps)
-    ctas = dispatch.check_sm_budget(kernel, sm_budget)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     flat_x = x.reshape(rows, width)
     flat_residual = None if residual is None else residual.reshape(rows, width)
+    operands = (flat_x, flat_residual, scale, bias)
+    options = {"eps": eps, "centred": centred, "dtype": dtype}
 
-    def on_hopper():
-        if implementation is None:
-            dispatch.require_hopper(kernel)
-        return _normalise(
-            flat_x,
-            flat_residual,
-            scale,
-            bias,
-            eps=eps,
-            centred=centred,
-            tile=tile
-            or tile_for(width, residual=residual is not None, quantized=dtype is not None),
-            ctas=ctas,
-            name=f"pbjax_{kernel}",
-            dtype=dtype,
-        )
+    def launch(sms: int) -> tuple[Array, ...]:
+        chosen = tile or tile_for(width, residual=residual is not None, quantized=dtype is not None)
+        return _normalise(*operands, **options, tile=chosen, ctas=sms, name=f"pbjax_{kernel}")
 
-    by_xla = functools.partial(
-        xla.normalise, flat_x, flat_residual, scale, bias, eps=eps, centred=centred, dtype=dtype
-    )
-    results = dispatch.dispatch(
+    results = dispatch.run_kernel(
         kernel,
-        implementation,
-        {"mosaic_gpu": on_hopper, "xla": by_xla},
-        {"x": x, "residual": residual, "scale": scale, "bias": bias, "eps": eps, "dtype": dtype},
+        launch=launch,
+        plain=lambda: xla.normalise(*operands, **options),
+        sm_budget=sm_budget,
+        implementation=implementation,
+        arguments={
+            "x": x,
+            "residual": residual,
+            "scale": scale,
+            "bias": bias,
+            "eps": eps,
+            "dtype": dtype,
+        },
     )
     return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in results)
 
