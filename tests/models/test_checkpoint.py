@@ -202,7 +202,8 @@ def test_value_beyond_the_dtype_is_refused(tmp_path):
     tensors[QUERY][3, 4] = 1e6
     folder = make(tmp_path / "m", tensors)
     assert f"{QUERY} has 1 values beyond float16" in refused(folder, dtype="float16")
-    assert models.load(folder, "bfloat16") is not None
+    kernel = models.load(folder, "bfloat16").layers[0].attention.query.kernel[...]
+    assert kernel[4, 3] == jnp.bfloat16(1e6)
 
 
 # The rest
@@ -264,8 +265,13 @@ def test_importing_models_loads_nothing_heavy():
     assert result.stdout.strip() == "set()"
 
 
-def test_every_exported_name_exists():
-    assert all(getattr(models, name) is not None for name in models.__all__)
+def test_every_exported_name_is_that_of_its_object():
+    objects = {name: getattr(models, name) for name in models.__all__ if name != "FAMILIES"}
+    assert {name: value.__name__ for name, value in objects.items()} == {n: n for n in objects}
+    assert {value.__module__.partition(".")[0] for value in objects.values()} == {"models"}
+
+
+def test_name_that_is_not_exported_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = models.nothing
 

@@ -66,7 +66,8 @@ def test_without_the_switch_the_error_names_switch_and_danger(tmp_path):
 def test_safetensors_are_preferred(tmp_path):
     folder = make(tmp_path / "m", **{"pytorch_model.bin": {"wrong": ONES}})
     (folder / "model.safetensors").write_bytes((DATA / "bert/model.safetensors").read_bytes())
-    models.load(folder, allow_pickle=True)
+    loaded = models.load(folder, allow_pickle=True)
+    assert fingerprint(loaded) == fingerprint(models.load(DATA / "bert"))
 
 
 def test_switch_does_not_open_other_formats(tmp_path):
