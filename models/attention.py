@@ -1,7 +1,7 @@
-"""Attention over whole sequences as a model's `Kernels` say, and what kernels want of their input.
+"""Attention over whole sequences by the choice of a model's `Kernels`, and the packing they need.
 
-Plain JAX adds a bias to the scores for every reason why a key may not count. Kernels take a length
-for each sequence instead, so padding has to stand behind the tokens: `Packing` brings it there and
+Plain JAX adds a bias to the scores for each reason why a key does not count. Kernels take a length
+for each sequence instead, so padding must be behind the tokens: `Packing` moves it there and moves
 the hidden states back. Not here: attention over a cache (`models.kv_cache`).
 """
 
@@ -20,16 +20,16 @@ from pallas_kernels import attention as kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Which keys a query sees, and what their positions count.
+    """The keys that a query sees, and the weight of their positions.
 
     Attributes:
-      by: What computes the attention. For "xla" only `bias` and `alibi` count, else the others.
+      by: The implementation of attention. "xla" uses `bias` and `alibi`, kernels use the others.
       bias: Added to the scores; None = nothing.
-      alibi: Added besides, for each head.
-      causal: Whether a query sees keys up to its own position alone.
-      lengths: How many keys of each sequence count; None = all.
-      slopes: By how much each head's scores fall per position of distance.
-      offsets: Where each of several sequences of a row begins; see `models.segments`.
+      alibi: Also added, for each head.
+      causal: Whether a query sees only keys up to its own position.
+      lengths: The number of valid keys of each sequence; None = all.
+      slopes: The decrease of each head's scores per position of distance.
+      offsets: The start of each of several sequences in a row; see `models.segments`.
     """
 
     by: Attention
@@ -43,12 +43,12 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the tokens of each row stand once its padding is behind them, in their order.
+    """The places of each row's tokens after packing: in order, with padding behind them.
 
     Attributes:
-      order: Which token stands at each place.
-      places: Where each token stands.
-      lengths: How many tokens a row has.
+      order: The index of the token at each place.
+      places: The place of each token.
+      lengths: The number of tokens of each row.
     """
 
     order: Int[Array, "B T"]
@@ -57,7 +57,7 @@ class Packing:
 
     @classmethod
     def of(cls, attention_mask: Mask) -> "Packing":
-        """Returns the packing of rows of which a mask says 1 for tokens, 0 for padding."""
+        """Returns the packing for a mask that is 1 for tokens and 0 for padding."""
         with jax.named_scope("packing"):
             real = jnp.asarray(attention_mask) != 0
             counts = jnp.cumsum(real.astype(jnp.int32), axis=1)
@@ -69,34 +69,34 @@ class Packing:
             return cls(order=order, places=places, lengths=lengths)
 
     def pack(self, x: Integer[Array | np.ndarray, "B T"]) -> Integer[Array, "B T"]:
-        """Brings what belongs to each token to the token's place."""
+        """Moves the value of each token to the token's place."""
         with jax.named_scope("packing"):
             return jnp.take_along_axis(jnp.asarray(x), self.order, axis=1)
 
     def pack_tokens(
         self, input_ids: Ids, position_ids: Ids | None
     ) -> tuple[Integer[Array, "B T"], Integer[Array, "B T"]]:
-        """Packs tokens and their positions, which are 0, 1, 2 and so on where none are given."""
+        """Packs tokens and their positions; None stands for positions 0, 1, 2 and so on."""
         return self.pack(input_ids), (
             self.order if position_ids is None else self.pack(position_ids)
         )
 
     def unpack(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Brings the hidden states back to where the tokens came from."""
+        """Moves the hidden states back to the original places of the tokens."""
         with jax.named_scope("packing"):
             places = jnp.broadcast_to(self.places[:, :, None], x.shape)
             return jnp.take_along_axis(x, places, axis=1)
 
 
 def packing_of(by: Attention, attention_mask: Mask | None) -> Packing | None:
-    """Returns the packing that kernels need of a mask; None where there is none, or plain JAX."""
+    """Returns the packing of a mask for kernels; None without a mask, or for plain JAX."""
     return None if by == "xla" or attention_mask is None else Packing.of(attention_mask)
 
 
 def causal_keys(
     kernels: Kernels, length: int, attention_mask: Mask | None, packing: Packing | None
 ) -> Keys:
-    """Returns the keys of a decoder without ALiBi: those up to a query's own position."""
+    """Returns the keys of a decoder without ALiBi: keys up to a query's own position."""
     by = kernels.causal_attention
     if by == "xla":
         return Keys(by=by, bias=causal_bias(length, attention_mask))
@@ -116,8 +116,8 @@ def attention(
       query: Queries.
       key: Keys.
       value: Values.
-      keys: Which of them each query sees, and what computes.
-      bias: Added to the scaled scores; for kernels alone.
+      keys: The keys that each query sees, and the implementation.
+      bias: Added to the scaled scores by kernels; plain JAX ignores it.
 
     Returns:
       For each query the weighted mean of the values.
@@ -142,7 +142,7 @@ def attention(
 
 def _cudnn(query, key, value, keys: Keys, bias):
     if keys.slopes is not None:
-        # cuDNN knows no slopes. Counted from the query, so that near keys are exact in 16 bits.
+        # cuDNN has no slopes. Distances from the query keep near keys exact in 16 bits.
         rows, columns = (jnp.arange(n, dtype=jnp.float32) for n in (query.shape[1], key.shape[1]))
         distance = jnp.abs(rows[:, None] - columns[None])[None, None]
         slopes = jnp.asarray(keys.slopes)[None, :, None, None]

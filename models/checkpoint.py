@@ -47,13 +47,13 @@ class Checkpoint[C, M: nnx.Module]:
         """Returns the one dtype of the tensors.
 
         Raises:
-          CheckpointError: There are several.
+          CheckpointError: The tensors have several dtypes.
         """
         found = sorted({DTYPES[source.header.dtype] for source in self.match.sources})
         if len(found) > 1:
             raise CheckpointError(
                 f"{self.path}: tensors are of dtypes {', '.join(found)}; a model has one;"
-                f" say which by dtype="
+                f" choose it by dtype="
             )
         return found[0]
 
@@ -73,14 +73,15 @@ def load(
 
     Args:
       folder: A local folder with config.json and the weights.
-      dtype: Of parameters and activations; None keeps the file's.
-      allow_pickle: Whether pytorch_model.bin is read where there are no safetensors. Such a file is
-        a program; its tensors are read without running it, and one that asks for more is refused.
-      verify: Whether to run the fixed forward pass in f32, which must be finite and, in a folder of
-        `convert`, agree with the stored outputs, as the parameters with the stored fingerprint.
-        That is a SHA-256 of all weights, about 1.3 s a GB on one core; without it, bytes of such a
-        folder that were damaged into other finite numbers are not noticed.
-      report: Receives the lines of the key report, or what our folder says of itself, and with
+      dtype: The dtype of parameters and activations; None keeps the file's.
+      allow_pickle: Whether pytorch_model.bin is read in the absence of safetensors. Such a file is
+        a program; its tensors are read without running it, and a file that asks for more is
+        refused.
+      verify: Whether to run the fixed forward pass in f32. Its values must be finite. In a folder
+        of `convert` they must agree with the stored outputs, and the parameters with the stored
+        fingerprint, a SHA-256 of all weights (about 1.3 s a GB on one core). Without verify, bytes
+        of such a folder that were damaged into other finite numbers are not noticed.
+      report: Receives the lines of the key report, or the description of our folder, and with
         verify the outcome.
       progress: Called with (bytes read, bytes in all).
 
@@ -89,7 +90,7 @@ def load(
 
     Raises:
       CheckpointError: The folder is not a complete, supported, consistent checkpoint. Subclasses
-        tell configuration, key and numeric faults apart.
+        distinguish configuration, key and numeric faults.
     """
     path = find_folder(folder)
     wanted = None if dtype is None else canonical_dtype(dtype, f"load({path})")
@@ -118,17 +119,17 @@ def load_parameters(
     """Loads the parameters of a part of a model; the rest of the folder is checked but not read.
 
     Args:
-      folder: As for `load`.
+      folder: See `load`.
       prefix: Dotted path of the part in the module, e.g. "layers.3" or "embeddings.word".
-      dtype: Of the parameters; None keeps the file's.
-      allow_pickle: As for `load`.
+      dtype: The dtype of the parameters; None keeps the file's.
+      allow_pickle: See `load`.
       progress: Called with (bytes read, bytes in all).
 
     Returns:
       The parameters by their dotted paths in the module.
 
     Raises:
-      CheckpointError: As for `load`; also when the module has no such part.
+      CheckpointError: See `load`; also if the module has no such part.
     """
     path = find_folder(folder)
     wanted = None if dtype is None else canonical_dtype(dtype, f"load_parameters({path})")
@@ -152,7 +153,7 @@ def load_parameters(
         return parameters
     raise CheckpointError(
         f"load_parameters({path}): no parameter lies below {prefix!r}; paths are those of the"
-        ' module, such as "layers.0"; take one of them'
+        ' module, such as "layers.0"; choose one of them'
     )
 
 
@@ -160,10 +161,10 @@ def load_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a folder, with the truncation and padding that its file sets.
 
     Args:
-      folder: Holds tokenizer.json.
+      folder: A folder with tokenizer.json.
 
     Raises:
-      CheckpointError: There is none, or it is corrupt.
+      CheckpointError: The file is absent or corrupt.
     """
     path = find_folder(folder)
     file = path / "tokenizer.json"
@@ -192,7 +193,7 @@ def open_checkpoint(
       allow_pickle: Whether pickles of PyTorch are read in the absence of safetensors.
 
     Raises:
-      CheckpointError: It is not complete, supported and consistent.
+      CheckpointError: The folder is not complete, supported and consistent.
     """
     family = find_family(fields, path)
     matched = match(family, fields, read_headers(path, allow_pickle=allow_pickle), str(path))
@@ -203,14 +204,14 @@ def find_family(fields: Mapping[str, object], path: Path) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-      ConfigError: It names none of ours.
+      ConfigError: The family is unknown.
     """
     name = fields.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         found = "missing" if name is None else repr(name)
         raise ConfigError(
             f"{path}/config.json: model_type is {found}; supported are"
-            f" {', '.join(map(repr, sorted(FAMILIES)))}; use such a checkpoint"
+            f" {', '.join(map(repr, sorted(FAMILIES)))}; use a checkpoint of one of these"
         )
     return importlib.import_module(FAMILIES[name]).FAMILY
 
@@ -222,7 +223,7 @@ def read_module[C, M: nnx.Module](
 
     Args:
       checkpoint: The folder.
-      dtype: Of the parameters.
+      dtype: The dtype of the parameters.
       progress: Called with (bytes read, bytes in all).
 
     Raises:
@@ -235,7 +236,7 @@ def read_module[C, M: nnx.Module](
 def _parameters(checkpoint: Checkpoint, dtype: str, progress: Progress) -> Iterator[Parameter]:
     done, total = 0, checkpoint.num_bytes
     progress(done, total)
-    # File by file and from front to back, as disks like it.
+    # File by file and from front to back: sequential reads are the fastest.
     sources = checkpoint.match.sources
     for source in sorted(sources, key=lambda s: (s.header.file, s.header.start)):
         yield Parameter(path=source.leaf.path, value=_read(source, dtype))
@@ -247,10 +248,10 @@ def _read(source: Source, dtype: str) -> Shaped[Array, "..."]:
     """Brings one tensor from its file to the device, into the module's layout and dtype."""
     header, leaf = source.header, source.leaf
     name = f"{header.file}: {header.key}"
-    # A copy: what lies in memory as it lies in the file could else stay a view of the file.
+    # A copy: a tensor stored in the module's layout could otherwise stay a view of the file.
     stored = jax.device_put(map_tensor(header), may_alias=False)
     value, num_bad, num_beyond = _place(stored, leaf.permutation, leaf.num_unit_axes, dtype)
-    # Asking for the counts waits for the copy, so that one tensor at a time is under way.
+    # Reading the counts waits for the copy, so that one tensor at a time is in flight.
     if num_bad:
         raise CheckpointError(
             f"{name} has {num_bad} values that are not finite; finite values are needed;"

@@ -1,7 +1,7 @@
 """The small files beside the weights: stop tokens, labels, preprocessing, the vocabulary of CTC.
 
-A folder of `convert` holds copies of them, its source's config.json among them under another name.
-Not here: `models.checkpoint.load_tokenizer`, the computations that the settings are for.
+A folder of `convert` holds copies of them, and of its source's config.json under another name.
+Not here: `models.checkpoint.load_tokenizer`, and the preprocessing itself.
 """
 
 import shutil
@@ -22,7 +22,7 @@ GENERATION, VOCABULARY, TOKENIZER_CONFIG = (
     "vocab.json",
     "tokenizer_config.json",
 )
-# What transformers 4 and 5 call the file, and the part of it, if any, that we read.
+# The names of the file in transformers 4 and 5, and the sections of it that we read.
 PREPROCESSORS = (
     ("preprocessor_config.json", ()),
     ("processor_config.json", ("feature_extractor", "image_processor")),
@@ -37,7 +37,7 @@ COPIED = (
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies what a Hugging Face folder has of these files into a folder of ours."""
+    """Copies those of the files that a Hugging Face folder has into one of our folders."""
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -51,7 +51,7 @@ def load_stop_tokens(folder: str | Path) -> tuple[int, ...]:
       folder: A Hugging Face folder or one of `convert`.
 
     Returns:
-      The tokens, for `pbjax.generate(stop_tokens=)`; none where the files name none.
+      The tokens, for `pbjax.generate(stop_tokens=)`; empty if the files name none.
 
     Raises:
       CheckpointError: A file is corrupt or the field is no token.
@@ -77,7 +77,7 @@ def load_labels(folder: str | Path) -> tuple[str, ...]:
       folder: A Hugging Face folder or one of `convert`.
 
     Returns:
-      The names by number; none where the file has none.
+      The names by number; empty if the file has none.
 
     Raises:
       CheckpointError: The file is corrupt, or the numbers are not 0, 1, 2 and so on.
@@ -88,7 +88,7 @@ def load_labels(folder: str | Path) -> tuple[str, ...]:
         return ()
     if not isinstance(names, Mapping) or set(names) != {str(i) for i in range(len(names))}:
         raise CheckpointError(
-            f"{file}: id2label is not a name for each of 0, 1, 2 and so on; it must be;"
+            f"{file}: id2label does not name each of 0, 1, 2 and so on; every number needs a name;"
             " correct it or remove it"
         )
     return tuple(str(names[str(index)]) for index in range(len(names)))
@@ -112,31 +112,31 @@ def load_preprocessor(folder: str | Path) -> dict[str, object]:
                     return section
             return fields
     raise CheckpointError(
-        f"{path}/{PREPROCESSORS[0][0]}: no such file; it says how inputs are prepared;"
+        f"{path}/{PREPROCESSORS[0][0]}: no such file; the preparation of inputs is described there;"
         " fetch it with the checkpoint"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CharacterVocabulary:
-    """What wav2vec2's vocab.json says: a text for each entry, one of them between words."""
+    """The contents of wav2vec2's vocab.json: a text for each entry; one separates words."""
 
     entries: Mapping[int, str]
     word_delimiter: str
     lower_case: bool
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of entries of which CTC has removed repetitions and blanks."""
+        """Returns the text of entries; CTC has already removed repetitions and blanks."""
         joined = "".join(self.entries.get(index, "") for index in ids)
         text = joined.replace(self.word_delimiter, " ").strip()
         return text.lower() if self.lower_case else text
 
 
 def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Tokenizer:
-    """Returns what turns the entries of a CTC model into text by its method decode(ids).
+    """Returns the vocabulary of a CTC model; its method decode(ids) turns entries into text.
 
     Args:
-      folder: Holds tokenizer.json, or else vocab.json as wav2vec2 has it.
+      folder: A folder with tokenizer.json, or with vocab.json in wav2vec2's form.
 
     Raises:
       CheckpointError: There is neither, or a file is corrupt.
@@ -152,7 +152,7 @@ def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Toke
     entries = read_json(path / VOCABULARY)
     if not all(isinstance(index, int) for index in entries.values()):
         raise CheckpointError(
-            f"{path / VOCABULARY}: not a number for each text; this is needed; fetch it again"
+            f"{path / VOCABULARY}: some texts have no number; every text needs one; fetch it again"
         )
     file = path / TOKENIZER_CONFIG
     options = read_json(file) if file.is_file() else {}
@@ -164,7 +164,7 @@ def load_vocabulary(folder: str | Path) -> CharacterVocabulary | tokenizers.Toke
 
 
 def _config(path: Path) -> tuple[Path, Mapping[str, object]]:
-    """The config.json of Hugging Face's form, and where it lies."""
+    """Returns the path and the fields of the config.json in Hugging Face's form."""
     file = path / CONFIG
     fields = read_json(file)
     if not is_ours(fields):

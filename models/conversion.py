@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder into our own: checked, and complete or not there at all."""
+"""Converts a Hugging Face folder into our own format; a failure leaves no folder behind."""
 
 import dataclasses
 import time
@@ -30,18 +30,18 @@ from models.parameters import canonical_dtype, fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did.
+    """The report of a conversion.
 
     Attributes:
       source: The Hugging Face folder.
       target: The folder that was written.
-      dtype: Of the stored parameters.
-      keys: How tensors and parameters correspond.
-      numeric: What the forward pass gave.
-      fingerprint: SHA-256 of the stored parameters.
-      read_bytes: Size of the tensors that were read.
-      written_bytes: Size of the new folder.
-      seconds: Wall time of the whole conversion.
+      dtype: The dtype of the stored parameters.
+      keys: The correspondence of tensors and parameters.
+      numeric: The result of the forward pass.
+      fingerprint: The SHA-256 of the stored parameters.
+      read_bytes: The size of the tensors that were read.
+      written_bytes: The size of the new folder.
+      seconds: The wall time of the whole conversion.
     """
 
     source: Path
@@ -55,7 +55,7 @@ class ConversionReport:
     seconds: float
 
     def lines(self) -> list[str]:
-        """Returns the four lines of the check and one on what was written."""
+        """Returns the four lines of the check and one line about the new folder."""
         written = (
             f"written  {self.target}: {self.dtype}, {self.read_bytes:,} bytes read,"
             f" {self.written_bytes:,} written, {self.seconds:.1f} s"
@@ -83,8 +83,8 @@ def convert(
     Args:
       source: A local Hugging Face folder.
       target: The new folder; it appears only when everything has succeeded.
-      dtype: Of the stored parameters; None keeps the file's.
-      allow_pickle: Whether pytorch_model.bin is read where there are no safetensors, as by `load`.
+      dtype: The dtype of the stored parameters; None keeps the file's.
+      allow_pickle: Whether pytorch_model.bin is read in the absence of safetensors, as by `load`.
       reference: An npz file of `scripts/make_reference.py`. The weights are compared with it in
         f32, before any rounding to `dtype`.
       report: Receives the report line by line.
@@ -131,8 +131,8 @@ def _open(path: Path, allow_pickle: bool) -> Checkpoint:
     fields = read_json(path / CONFIG)
     if is_ours(fields):
         raise CheckpointError(
-            f"convert({path}): it is converted already; a Hugging Face folder is needed;"
-            " load it as it is"
+            f"convert({path}): the folder is converted already; a Hugging Face folder is needed;"
+            " load this one as it is"
         )
     return open_checkpoint(path, fields, allow_pickle=allow_pickle)
 

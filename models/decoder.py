@@ -49,10 +49,10 @@ class DecoderConfig(Protocol):
 @register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedOutput:
-    """What a decoder returns with its cache.
+    """The output of a decoder together with its cache.
 
     Attributes:
-      logits: Scores of the token that follows each token; after prefill of the last one alone.
+      logits: Scores of the token that follows each token; prefill returns the last one's alone.
       cache: The cache with the new tokens.
     """
 
@@ -61,9 +61,9 @@ class CachedOutput:
 
 
 class CausalDecoder[C: DecoderConfig](nnx.Module):
-    """What prefill and decode need of a decoder: layers of attention and MLP, a norm, a head.
+    """The base of decoders for prefill and decode: layers of attention and MLP, a norm, a head.
 
-    A layer has `attention.heads(x, *terms)`, which gives query, key and value,
+    A layer has `attention.heads(x, *terms)`, which returns query, key and value,
     `attention.join(x, context)`, and `mlp(x)`.
     """
 
@@ -74,7 +74,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest sequence; None where positions have no end."""
+        """The longest sequence; None without a limit."""
         return getattr(self.config, "max_seq_len", None)
 
     @property
@@ -84,18 +84,18 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
 
     @property
     def alibi_slopes(self) -> Float[np.ndarray, " N"] | None:
-        """By how much each head's scores grow per position, where positions enter that way."""
+        """The growth of each head's scores per position; None without ALiBi."""
         return None
 
     def prompt_keys(
         self, length: int, attention_mask: Mask | None, packing: Packing | None
     ) -> Keys:
-        """Returns which keys the tokens of whole sequences see.
+        """Returns the keys that the tokens of whole sequences see.
 
         Args:
-          length: Number of tokens.
+          length: The number of tokens.
           attention_mask: 1 for tokens, 0 for padding; None = all 1.
-          packing: Where kernels have the tokens of a mask.
+          packing: The places of the tokens for kernels; None without a mask or kernels.
         """
         return causal_keys(self.kernels, length, attention_mask, packing)
 
@@ -106,7 +106,7 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         raise NotImplementedError
 
     def position_terms(self, position_ids: Int[Array, "B T"]) -> tuple[object, ...]:
-        """Returns what `attention.heads` takes besides the hidden states."""
+        """Returns the arguments of `attention.heads` after the hidden states."""
         return ()
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:
@@ -119,19 +119,19 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
             return self.norm(x)
 
     def empty_cache(self, batch_size: int, num_keys: int) -> KVCache:
-        """Returns a cache without tokens in the dtype of the weights.
+        """Returns an empty cache in the dtype of the weights.
 
         Args:
-          batch_size: Number of sequences.
-          num_keys: Tokens a sequence that there is room for.
+          batch_size: The number of sequences.
+          num_keys: The number of tokens of a sequence that fit into the cache.
 
         Raises:
-          InputError: There is room for nothing.
+          InputError: A size is below 1.
         """
         if batch_size < 1 or num_keys < 1:
             raise InputError(
                 f"empty_cache({batch_size}, {num_keys}): room for {batch_size} sequences of"
-                f" {num_keys} tokens; both are 1 or more; correct them"
+                f" {num_keys} tokens; both must be 1 or more; correct them"
             )
         config = self.config
         kv_heads = getattr(config, "num_kv_heads", config.num_heads)
@@ -143,12 +143,12 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
     def prefill(
         self, input_ids: Ids, lengths: Int[Array | np.ndarray, " B"], cache: KVCache
     ) -> CachedOutput:
-        """Runs the prompts and fills the cache with them, whatever it held.
+        """Runs the prompts and fills the cache with them, replacing its contents.
 
         Args:
           input_ids: Tokens, padded on the right.
-          lengths: How many of each row are tokens, 1 or more.
-          cache: With room for all columns.
+          lengths: The number of tokens of each row, 1 or more.
+          cache: A cache with room for all columns.
 
         Returns:
           The scores after the last token of each row, T = 1, and the cache.
@@ -160,8 +160,8 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         ids, lengths = jnp.asarray(input_ids), jnp.asarray(lengths, jnp.int32)
         length = ids.shape[1]
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
-        # Padding stands behind every token, where causal attention does not look; the lengths
-        # spare kernels the work on it.
+        # Causal attention does not see padding, which is behind every token; the lengths spare
+        # kernels the work on it.
         keys = replace(self.prompt_keys(length, None, None), lengths=lengths)
 
         def attend_prompt(query, key, value, held):
@@ -169,15 +169,16 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
 
         x, layers = self._blocks(ids, positions, cache, attend_prompt)
         last = jnp.broadcast_to(lengths[:, None, None] - 1, (x.shape[0], 1, x.shape[2]))
-        # A copy: who uses the cache up, as a step does, keeps the lengths that were given.
+        # A copy: a step that donates the cache must not consume the caller's lengths.
         return self._output(jnp.take_along_axis(x, last, axis=1), layers, jnp.copy(lengths))
 
     def decode(self, tokens: Ids, cache: KVCache) -> CachedOutput:
         """Runs the next tokens of every sequence, usually one, and adds them to the cache.
 
         Args:
-          tokens: The tokens; all of a row count.
-          cache: What came before. A token beyond its room gives NaN, never another's values.
+          tokens: The new tokens; every one of a row counts.
+          cache: The cache of the earlier tokens. A token beyond its room gives NaN, never
+            another token's values.
 
         Returns:
           The scores after each token, and the cache, `tokens.shape[1]` longer.
@@ -237,6 +238,6 @@ class CausalDecoder[C: DecoderConfig](nnx.Module):
         if shape[0] != batch_size or shape[1] > cache.num_keys:
             raise InputError(
                 f"{name}.{method}(): tokens are {shape}, the cache has {batch_size} sequences of"
-                f" {cache.num_keys} tokens; the batch is the same and the tokens fit; make the"
-                " cache by empty_cache(batch_size, num_keys)"
+                f" {cache.num_keys} tokens; the batch must be the same and the tokens must fit;"
+                " make the cache by empty_cache(batch_size, num_keys)"
             )

@@ -1,4 +1,4 @@
-"""What the checkpoints of all causal decoders share: their description and example inputs."""
+"""The description and the example inputs that the checkpoints of all causal decoders share."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ from models.decoder import DecoderConfig
 
 
 def describe(config: DecoderConfig, extra: str = "") -> str:
-    """Returns one line for the report, with what a family adds to it."""
+    """Returns one line for the report; `extra` is a family's own addition."""
     size = f"{config.num_layers} layers x {config.embed_dim}, vocabulary {config.vocab_size:,}"
     return f"{size}{extra}" if config.lm_head else f"{size}{extra}, no head"
 
 
 def example(vocab_size: int, length: int) -> dict[str, np.ndarray]:
-    """Returns two fixed sequences; half of the second is padding on the left."""
+    """Returns two fixed sequences; the first half of the second is padding."""
     ids = (np.arange(2 * length, dtype=np.int32).reshape(2, length) * 7919 + 13) % vocab_size
     mask = np.ones((2, length), np.int32)
     mask[1, : length // 2] = 0

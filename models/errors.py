@@ -1,6 +1,6 @@
 """The errors that `models` raises on purpose.
 
-A message has one form: what was asked, what was found, what is allowed, what to do.
+Every message has four parts: what was asked, what was found, what is allowed, what to do.
 """
 
 
@@ -14,8 +14,8 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or written as asked.
 
     Attributes:
-      exit_code: What a command line returns for it: 2 file or format, 3 unsupported configuration,
-        4 keys or shapes, 5 numeric check.
+      exit_code: The exit code of a command line: 2 file or format, 3 unsupported configuration, 4
+        keys or shapes, 5 numeric check.
     """
 
     exit_code = 2
@@ -34,10 +34,10 @@ class KeyMismatchError(CheckpointError):
 
 
 class NumericError(CheckpointError):
-    """A loaded model does not compute what it should."""
+    """A loaded model does not compute the expected values."""
 
     exit_code = 5
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint has something that is ignored although it is not known to be harmless."""
+    """A checkpoint holds a field that is ignored although it may matter."""

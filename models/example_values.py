@@ -1,4 +1,4 @@
-"""Random weights and inputs for a model known by its shapes: for what is measured, not answered."""
+"""Random weights and inputs for a model known by its shapes, for measurements."""
 
 from functools import partial
 
@@ -15,8 +15,8 @@ def fill_module[M: nnx.Module](module: M, seed: int = 0) -> M:
     """Returns a module with random weights in place of shapes; activations stay of size 1.
 
     Args:
-      module: Of shapes, or of arrays, which are left as they are.
-      seed: Of the random numbers.
+      module: A module of shapes; arrays in it stay as they are.
+      seed: The seed of the random numbers.
     """
     graphdef, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)
@@ -27,12 +27,12 @@ def fill_module[M: nnx.Module](module: M, seed: int = 0) -> M:
 def fill_inputs(inputs: tuple[object, ...], vocab_size: int, seed: int = 0) -> tuple[object, ...]:
     """Returns arrays in place of the shapes of a call's inputs.
 
-    Prompts are as long as they can be; a cache holds all that it has room for but what goes in.
+    Prompts have the full length; a cache is full but for the room of the new tokens.
 
     Args:
-      inputs: As in `models.presets.Call`.
-      vocab_size: Tokens are below it.
-      seed: Of the random numbers.
+      inputs: See `models.presets.Call`.
+      vocab_size: The number of tokens; ids are below it.
+      seed: The seed of the random numbers.
     """
     shapes = [x.shape for x in inputs if isinstance(x, jax.ShapeDtypeStruct)]
     num_tokens = next((shape[1] for shape in shapes if len(shape) > 1), 1)

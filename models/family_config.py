@@ -1,4 +1,4 @@
-"""What the configurations of all families share: reading a config.json, checks of their sizes."""
+"""The base of all configurations: reading a config.json, and checks of the sizes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -17,17 +17,17 @@ class FamilyConfig:
     def from_hugging_face[C: "FamilyConfig"](
         cls: type[C], fields: Mapping[str, object], origin: str = "config.json"
     ) -> C:
-        """Reads the fields of a config.json and warns of those that nothing asked for.
+        """Reads the fields of a config.json and warns about unknown ones.
 
         Args:
           fields: The parsed JSON object.
-          origin: Where it came from, for messages.
+          origin: The name of the file, for messages.
 
         Returns:
           The configuration.
 
         Raises:
-          ConfigError: A field is missing, malformed or asks for what is not supported.
+          ConfigError: A field is missing, malformed, or asks for something unsupported.
         """
         reader = ConfigFields(fields, origin)
         config = cls.read(reader)

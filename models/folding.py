@@ -1,15 +1,15 @@
-"""Norms folded into the products after them: the weights, and what takes a norm's place.
+"""Norms folded into the products after them: the weights, and the replacement of a norm.
 
 A pre-norm layer multiplies LayerNorm(x) = (x - mean) / deviation * gain + offset by a weight W and
 adds a bias. That is x @ V / deviation + c, where V is gain * W less the mean of each of its
 columns, which takes the mean from x, and c is the bias and offset @ W. RMSNorm is the same without
-mean and offset. So products read x; the product that wrote x gave 1 / deviation with it
+mean and offset. So products read x, and the product that wrote x also returned 1 / deviation
 (`pallas_kernels.gemm`).
 
-In 16 bits V is rounded where the norm was. The columns of a rounded V do not quite add up to 0: a
-row whose mean is r times its deviation gets an error of some r times the dtype's, as large as what
-x has lost by being rounded with that mean in it. Not here: norms whose result is used otherwise
-too, as the residual of a post-norm layer.
+In 16 bits V is rounded in place of the norm. The columns of a rounded V do not quite add up to 0: a
+row whose mean is r times its deviation gets an error of about r times the dtype's, as large as the
+rounding of x with that mean in it. Not here: norms whose result is also used otherwise, such as the
+residual of a post-norm layer.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gemm import ScaledRows, scale_rows
 
-# Hidden states, and the factors of their rows where a norm after them is folded.
+# Hidden states, with the factors of their rows if the next norm is folded.
 type Hidden = Float[Array, "B T D"] | ScaledRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedNorm:
-    """What is left of a norm: the factor of each row.
+    """The remainder of a folded norm: the factor of each row.
 
     Attributes:
       eps: Added to the variance or to the mean of squares.
-      centred: Whether it was a LayerNorm; else RMSNorm.
+      centred: Whether the norm was a LayerNorm; otherwise RMSNorm.
     """
 
     eps: float
     centred: bool
 
     def __call__(self, x: Hidden) -> ScaledRows:
-        """Returns the rows with their factors, computed here if no product has given them."""
+        """Returns the rows with their factors, computed here if no product returned them."""
         if isinstance(x, ScaledRows):
             return x
         return scale_rows(x, eps=self.eps, centred=self.centred)
@@ -53,17 +53,17 @@ def fold(
     eps: float,
     centred: bool,
 ) -> FoldedNorm:
-    """Replaces the weights and biases of Linears by those with a norm before them folded in.
+    """Folds a norm into the weights and biases of the Linears after it.
 
     Args:
-      linears: All that read the norm.
-      gain: Of the norm.
-      offset: Of the norm; Linears without a bias get one from it.
-      eps: Of the norm.
-      centred: Whether the norm takes the mean from its rows.
+      linears: All Linears that read the norm.
+      gain: The gain of the norm.
+      offset: The offset of the norm; Linears without a bias get one from it.
+      eps: The epsilon of the norm.
+      centred: Whether the norm subtracts the mean of each row.
 
     Returns:
-      What takes the norm's place before these Linears.
+      The replacement of the norm.
     """
     for linear in linears:
         dtype = linear.kernel.dtype

@@ -14,11 +14,11 @@ from models.pre_norm import PreNorm, Products
 
 
 class FusedQkvAttention(PreNorm):
-    """LayerNorm, causal multi-head attention, and the residual; a family has its order of columns.
+    """LayerNorm, causal multi-head attention, and the residual; families order the columns.
 
     Attributes:
-      query_key_value: The one product, as checkpoints have it.
-      parts: Query, key and value as products of their own, as kernels want them; None before
+      query_key_value: The joint product, as checkpoints hold it.
+      parts: Separate products for query, key and value, as kernels want them; None before
         `arrange_weights`.
     """
 
@@ -43,7 +43,7 @@ class FusedQkvAttention(PreNorm):
         raise NotImplementedError
 
     def arrange_weights(self) -> None:
-        """Holds the weights of query, key and value apart."""
+        """Splits the joint product into one product each for query, key and value."""
         if self.parts is not None:
             return
         joined = self.query_key_value
@@ -52,11 +52,11 @@ class FusedQkvAttention(PreNorm):
         del self.query_key_value
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         return Products(self.parts or [self.query_key_value], self.output)
 
     def __call__(self, x: Hidden, keys: Keys) -> Hidden:
-        """Attends over the keys that a token sees."""
+        """Attends over the keys that each token sees."""
         with jax.named_scope("attention"):
             return self.join(x, attention(*self.heads(x), keys))
 
@@ -71,5 +71,5 @@ class FusedQkvAttention(PreNorm):
         return query, key, value
 
     def join(self, x: Hidden, context: Float[Array, "B T N H"]) -> Hidden:
-        """Adds what the heads have read to the hidden states."""
+        """Projects the output of the heads and adds it to the hidden states."""
         return self.output.add_to(x, context.reshape(x.shape))

@@ -1,7 +1,7 @@
-"""Reads the fields of a Hugging Face config.json, each one under a rule.
+"""Reads the fields of a Hugging Face config.json, each by a rule.
 
-A field is required, or has a default that the family states, or is on the list of those that never
-change inference; whatever is left over is named in one warning.
+A field is required, or has a default stated by the family, or is on the list of fields that never
+change inference. One warning names all other fields.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from models.errors import CheckpointWarning, ConfigError
 
-# Training, generation and bookkeeping fields: no forward pass in evaluation mode depends on them.
+# Fields of training, generation and bookkeeping: no forward pass in evaluation mode uses them.
 IGNORED = frozenset(
     {
         "_attn_implementation_autoset",
@@ -101,14 +101,14 @@ IGNORED = frozenset(
 
 
 class ConfigFields:
-    """The fields of one config.json; remembers which were read."""
+    """The fields of one config.json, with a record of those that were read."""
 
     def __init__(self, fields: Mapping[str, object], origin: str = "config.json") -> None:
-        """Takes the fields; refuses quantised checkpoints.
+        """Takes the fields; raises ConfigError for quantised checkpoints.
 
         Args:
           fields: The parsed JSON object.
-          origin: Where it came from, for messages.
+          origin: The name of the file, for messages.
         """
         self._fields = fields
         self._origin = origin
@@ -117,11 +117,11 @@ class ConfigFields:
         self.exactly("quantization_config", (None,), default=None)
 
     def error(self, name: str, found: str, allowed: str, action: str) -> ConfigError:
-        """Returns the error for one field, in the one form."""
+        """Returns the error for one field."""
         return ConfigError(f"{self._origin}: {name} is {found}; {allowed}; {action}")
 
     def count(self, name: str, *aliases: str) -> int:
-        """Returns a required positive whole number; older files may call it by an alias."""
+        """Returns a required positive whole number; older files may use an alias."""
         given = [other for other in (name, *aliases) if other in self._fields] or [name]
         values = [self._whole(other, self._required(other)) for other in given]
         for other, value in zip(given, values, strict=True):
@@ -151,12 +151,12 @@ class ConfigFields:
         return tuple(self._whole(name, value) for value in values)
 
     def index_or(self, name: str, default: int) -> int:
-        """Returns a whole number from 0 on; an absent or null field has the default."""
+        """Returns a whole number that is not negative; an absent or null field has the default."""
         value = self._optional(name, None)
         return default if value is None or value == 0 else self._whole(name, value)
 
     def section(self, name: str) -> "ConfigFields | None":
-        """Returns the fields of an object inside; None where it is absent or null."""
+        """Returns the fields of an inner object; None if it is absent or null."""
         value = self._optional(name, None)
         if value is None:
             return None
@@ -168,11 +168,11 @@ class ConfigFields:
 
     @property
     def model_type(self) -> object:
-        """The name of the family, None where there is none."""
+        """The name of the family; None if it is absent."""
         return self._fields.get("model_type")
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Whether a field is present and not null."""
         return self._fields.get(name) is not None
 
     def positive(self, name: str) -> float:
@@ -193,7 +193,7 @@ class ConfigFields:
         return float(values[0]), float(values[1])
 
     def one_of[T](self, name: str, allowed: Mapping[str, T], default: str | None = None) -> T:
-        """Returns what a string field maps to; `default` None makes the field required."""
+        """Returns the mapped value of a string field; `default` None makes the field required."""
         value = self._required(name) if default is None else self._optional(name, default)
         if not isinstance(value, str) or value not in allowed:
             names = ", ".join(map(repr, sorted(allowed)))
@@ -201,7 +201,7 @@ class ConfigFields:
         return allowed[value]
 
     def exactly(self, name: str, allowed: Iterable[object], default: object) -> None:
-        """Refuses every value of a field but the given ones; an absent field has the default."""
+        """Raises ConfigError unless a field, or its default, has an allowed value."""
         value = self._optional(name, default)
         # 0 and False are different values in a configuration, though equal in Python.
         if not any(value == other and type(value) is type(other) for other in allowed):
@@ -210,19 +210,19 @@ class ConfigFields:
             raise self.error(name, repr(value), f"only {names} is supported", action)
 
     def refuse(self, *names: str) -> None:
-        """Refuses fields that are true; an absent field is false."""
+        """Raises ConfigError if a field is true; an absent field is false."""
         for name in names:
             self.exactly(name, (False,), default=False)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Returns a field that is true or false."""
+        """Returns a boolean field; an absent field has the default."""
         value = self._optional(name, default)
         if not isinstance(value, bool):
             raise self.error(name, repr(value), "true or false is needed", "correct it")
         return value
 
     def num_labels(self) -> int:
-        """Returns the number of classes of a head: the entries of id2label, 2 without it."""
+        """Returns the number of classes of a head: the entries of id2label, or 2 without it."""
         value = self._optional("id2label", None)
         if value is None:
             return 2
@@ -247,9 +247,9 @@ class ConfigFields:
         raise self.error("architectures", repr(value), supported, "use another checkpoint")
 
     def warn_unknown(self) -> None:
-        """Warns once of all the fields that were neither read nor known to be harmless.
+        """Warns once about all fields that were neither read nor known to be harmless.
 
-        The sections that were read give a warning each.
+        Each section that was read gives a warning of its own.
         """
         for section in self._sections:
             section.warn_unknown()

@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder: config.json, and where its tensors lie.
 
-Nothing here knows a model. The weights are safetensors, or, for a caller who allows it, the pickles
-of PyTorch, of which `models.torch_file` reads nothing but tensors. Other formats are refused.
+Nothing here knows a model. The weights are safetensors, or pickles of PyTorch if the caller allows
+them; `models.torch_file` reads nothing but tensors from these. Other formats are refused.
 """
 
 import json
@@ -25,9 +25,9 @@ class Format:
     """One way in which a folder may hold its weights.
 
     Attributes:
-      single: Name of the file, if there is one.
-      suffix: Of every file; the index of several is `single` and ".index.json".
-      headers: Returns the headers of a file.
+      single: The name of a single file.
+      suffix: The ending of every file; the index of several is `single` and ".index.json".
+      headers: A function that returns the headers of a file.
     """
 
     single: str
@@ -36,7 +36,7 @@ class Format:
 
     @property
     def index(self) -> str:
-        """Name of the file that says which of several files holds which tensor."""
+        """The name of the file that maps each tensor to one of several files."""
         return f"{self.single}.index.json"
 
 
@@ -69,7 +69,7 @@ def find_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns the path of a folder.
 
     Raises:
-      CheckpointError: It is none, or what was given is no path.
+      CheckpointError: The folder does not exist, or the argument is no path.
     """
     try:
         path = Path(folder)
@@ -95,7 +95,7 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, Tenso
       allow_pickle: Whether pytorch_model.bin or its index and shards are read in their absence.
 
     Raises:
-      CheckpointError: There is no such file, one is corrupt, or index and shards disagree.
+      CheckpointError: A file is absent or corrupt, or index and shards disagree.
     """
     for form in (SAFETENSORS, PYTORCH) if allow_pickle else (SAFETENSORS,):
         if (folder / form.single).exists():
@@ -128,7 +128,7 @@ def _safetensors_headers(path: Path) -> Iterable[TensorHeader]:
 
 
 def _starts(path: Path) -> dict[str, int]:
-    """Returns where each tensor begins, of a file that the library has found sound."""
+    """Returns where each tensor begins in a file that the library has accepted."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

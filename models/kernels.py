@@ -1,9 +1,9 @@
-"""Which kernels a model's layers call, and how they are turned on.
+"""The choice of the kernels that a model's layers call.
 
-A model as it is made or loaded is plain JAX: it runs anywhere and under any transformation, and
-that is what `pbjax.optimize` takes apart. `with_kernels` gives another module with the same weights
-whose layers call `pallas_kernels` where these can do the shape and dtype at hand, and plain JAX
-elsewhere. What the layers do with the choice is in `models.layers`.
+A new or loaded model is plain JAX: it runs anywhere and under any transformation, and
+`pbjax.optimize` takes it apart in this form. `with_kernels` returns another module with the same
+weights whose layers call `pallas_kernels` for the shapes and dtypes that these support, and plain
+JAX elsewhere. `models.layers` acts on the choice.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ Norm = Literal["pallas", "folded", "xla"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What computes each kind of operation; "xla" is plain JAX.
+    """The implementation of each kind of operation; "xla" is plain JAX.
 
     Attributes:
       attention: Attention over all tokens.
-      ragged_attention: The same where their number is no multiple of 8, as ViT's 197.
+      ragged_attention: Attention over a number of tokens that is no multiple of 8, as ViT's 197.
       causal_attention: Attention of decoders.
-      alibi_attention: Attention of decoders with ALiBi, which cuDNN can only take as a bias.
-      gemm: Matrix products with what follows them: bias, activation, gate, residual. Depthwise
-        convolutions with theirs too: BatchNorm, activation.
-      norm: LayerNorm and RMSNorm; "folded" into the products by kernels before and after them
-        where all that reads the norm is such a product (`models.folding`): ViT and the decoders.
+      alibi_attention: Attention of decoders with ALiBi, which cuDNN takes only as a bias.
+      gemm: Matrix products with their epilogue of bias, activation, gate and residual; also
+        depthwise convolutions with BatchNorm and activation.
+      norm: LayerNorm and RMSNorm. "folded" folds a norm into the products before and after it if
+        only products read it (`models.folding`), as in ViT and the decoders.
     """
 
     attention: Attention = "xla"
@@ -43,13 +43,13 @@ class Kernels:
     norm: Norm = "xla"
 
     def __post_init__(self) -> None:
-        """Raises InputError for a choice that there is not, or folded norms without products."""
+        """Raises InputError for an unknown choice, or folded norms without kernels' products."""
         for field in dataclasses.fields(self):
             value, choices = getattr(self, field.name), get_args(field.type)
             if value not in choices:
                 raise InputError(
-                    f"Kernels({field.name}={value!r}): there is no such choice;"
-                    f" {', '.join(map(repr, choices))} are possible; choose one"
+                    f"Kernels({field.name}={value!r}): unknown choice;"
+                    f" choices are {', '.join(map(repr, choices))}; choose one"
                 )
         if self.norm == "folded" and self.gemm != "pallas":
             raise InputError(
@@ -59,7 +59,7 @@ class Kernels:
 
 
 PLAIN = Kernels()
-# By measurement on an H200: docs/design/models.md.
+# The fastest choices measured on an H200: docs/design/models.md.
 HOPPER = Kernels(
     attention="pallas",
     ragged_attention="cudnn",
@@ -72,13 +72,10 @@ HOPPER = Kernels(
 
 @runtime_checkable
 class Arranges(Protocol):
-    """A module whose checkpoint holds weights otherwise than kernels want them."""
+    """A module whose checkpoint holds weights in another layout than kernels want."""
 
     def arrange_weights(self) -> None:
-        """Replaces them by what kernels want: parts of a joined weight, a table of even length.
-
-        Weights that were replaced before stay as they are.
-        """
+        """Brings the weights into the layout that kernels want; a second call changes nothing."""
 
 
 @runtime_checkable
@@ -91,30 +88,30 @@ class Folds(Protocol):
         ...
 
     def fold_norms(self) -> None:
-        """Replaces the norm, and the weights that it goes into; once."""
+        """Replaces the norm and the weights it is folded into; a second call changes nothing."""
 
 
 def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     """Returns the model with its layers calling kernels.
 
-    Weights are shared with the given model, which stays as it is; copied are only those that a
-    checkpoint holds otherwise than kernels want them: query, key and value of GPT-2 and BLOOM,
-    which it joins, GPT-2's table of 50,257 tokens, and a Conformer's depthwise weights, into which
-    its BatchNorm goes. A copy once costs nothing later; slicing the joined product instead costs a
-    pass over it in every layer. Those of LLaMA are joined: the rotation makes that pass anyway, and
-    one product fills a GPU with fewer rows than three. Folded norms copy the weights that they go
-    into.
+    The given model stays as it is, and both share their weights. Only weights whose layout kernels
+    want otherwise are copied: the joint query, key and value of GPT-2 and BLOOM, which is split;
+    GPT-2's table of 50,257 tokens, which is lengthened; and a Conformer's depthwise weights, into
+    which the BatchNorm is folded. One copy costs nothing later, while slicing the joint product
+    would cost a pass over it in every layer. LLaMA's query, key and value are joined: the rotation
+    makes that pass anyway, and one product fills a GPU with fewer rows than three. Folded norms
+    copy the weights that they are folded into.
 
     Args:
       model: Any model of this package.
-      kernels: What to call; None takes the fastest of measurements on a Hopper GPU where the
-        program being traced is for one, else plain JAX.
+      kernels: The kernels to call; None chooses the fastest measured ones if the program being
+        traced is for a Hopper GPU, else plain JAX.
 
     Returns:
-      A module that is called in the same way and returns the same up to rounding.
+      A module with the same calls and, up to rounding, the same results.
 
     Raises:
-      InputError: The model's norms are folded already, and others are asked for.
+      InputError: The model's norms are folded already, and the choice is another one.
     """
     if kernels is None:
         kernels = HOPPER if targets_hopper() else PLAIN
@@ -124,8 +121,8 @@ def with_kernels[M: nnx.Module](model: M, kernels: Kernels | None = None) -> M:
     if kernels.norm != "folded" and any(module.has_folded for module in folds):
         raise InputError(
             f"with_kernels(Kernels(norm={kernels.norm!r})): the model's norms are folded into its"
-            " products, which cannot be undone; norm='folded' is possible; give the model as it"
-            " was loaded"
+            " products, which cannot be undone; only norm='folded' is possible; pass the model"
+            " as it was loaded"
         )
     if kernels != PLAIN:
         for module in modules:

@@ -1,6 +1,6 @@
-"""What a model family declares about its checkpoints: names, layouts, and what may be left out.
+"""The declarations of a model family about its checkpoints: names, layouts, unused tensors.
 
-Nothing here reads a file; `models.keys` matches these declarations with the tensors of a folder.
+Nothing here reads a file; `models.keys` matches the declarations with the tensors of a folder.
 """
 
 import inspect
@@ -24,8 +24,8 @@ class Leaf:
       axes: The configuration field behind each axis of the stored tensor, for messages.
       permutation: Order in which the stored axes are taken; None keeps them.
       num_unit_axes: Axes of length 1 at the end of the stored tensor that the parameter lacks.
-      statistic: Whether it is no parameter but a statistic of the training data, loaded all the
-        same but not counted.
+      statistic: Whether it is a statistic of the training data instead of a parameter; it is loaded
+        but not counted.
     """
 
     key: str
@@ -78,31 +78,31 @@ class Tie:
 
 
 def attention_mask(_: object, inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Returns the mask of a forward pass's inputs, where every position of it is one token."""
+    """Returns the mask among the inputs of a forward pass; each of its positions is one token."""
     return inputs.get("attention_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family[C, M: nnx.Module]:
-    """Everything that loading and converting must know about one kind of model.
+    """Everything that loading and converting need to know about one kind of model.
 
     Attributes:
       model_type: The name in config.json.
       config: The configuration class.
       parse: Reads (fields of config.json, origin) into a configuration.
-      complete: Settles what only the tensors tell: (configuration, fields, keys) to configuration.
-      build: Makes the module: (configuration, parameter dtype).
-      describe: One line for the report.
-      num_layers: Number of blocks.
-      leaves: The total key map.
-      prefix: Prefix of the base model in files of a task class, with its dot.
-      base: First parts of the keys that belong to the base model.
-      dropped: What a file may hold besides.
-      ties: Which of these must equal another tensor.
-      tied_by_default: What an absent tie_word_embeddings means.
-      token_mask: Which tokens of (configuration, inputs) are real; None = all.
-      example: Fixed inputs of a forward pass.
-      probe: Named intermediate and final values of a forward pass on such inputs.
+      complete: Adds what only the tensors show: (configuration, fields, keys) to configuration.
+      build: Builds the module from (configuration, parameter dtype).
+      describe: Returns one line for the report.
+      num_layers: Returns the number of blocks.
+      leaves: Returns the total key map.
+      prefix: The prefix of the base model in files of a task class, with its dot.
+      base: The first parts of the keys that belong to the base model.
+      dropped: Further tensors that a file may hold.
+      ties: Dropped tensors that must equal another tensor.
+      tied_by_default: The meaning of an absent tie_word_embeddings.
+      token_mask: Returns the mask of real tokens from (configuration, inputs); None = all.
+      example: Returns fixed inputs of a forward pass.
+      probe: Returns named intermediate and final values of a forward pass on such inputs.
     """
 
     model_type: str
@@ -130,7 +130,7 @@ class Family[C, M: nnx.Module]:
 def linear(
     key: str, path: str, *, outputs: str, inputs: str, bias: bool = True
 ) -> tuple[Leaf, ...]:
-    """Returns the leaves of a torch Linear: weight [out, in] and, unless without, bias [out]."""
+    """Returns the leaves of a torch Linear: weight [out, in] and, with a bias, bias [out]."""
     weight = Leaf(
         key=f"{key}.weight", path=f"{path}.kernel", axes=(outputs, inputs), permutation=(1, 0)
     )
@@ -140,7 +140,7 @@ def linear(
 
 
 def conv1d(key: str, path: str, *, outputs: str, inputs: str) -> tuple[Leaf, ...]:
-    """Returns the two leaves of GPT-2's Conv1D: weight [in, out], which is our layout, and bias."""
+    """Returns the two leaves of GPT-2's Conv1D: weight [in, out], in our layout, and bias."""
     weight = Leaf(key=f"{key}.weight", path=f"{path}.kernel", axes=(inputs, outputs))
     return weight, Leaf(key=f"{key}.bias", path=f"{path}.bias", axes=(outputs,))
 

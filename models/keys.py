@@ -18,19 +18,19 @@ LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "Laye
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReport:
-    """How the tensors of a file and the parameters of a model correspond.
+    """The correspondence of the tensors of a file and the parameters of a model.
 
     Attributes:
       description: Model type, class and sizes.
       source_class: The class that saved the file.
-      num_read: Tensors that fill a parameter.
+      num_read: The number of tensors that fill a parameter.
       missing: Keys that the model needs and the file lacks.
-      unexpected: Keys of the file that nobody asked for.
-      dropped: For each label, how many known tensors are left out.
-      tied: Keys that equal another tensor and are left out for it.
-      num_parameters: Values read.
-      num_expected: Values that the model has.
-      faults: Further faults, one sentence each: shapes, dtypes.
+      unexpected: Keys of the file that the model does not know.
+      dropped: The number of known tensors without use, by label.
+      tied: Keys of tensors that are dropped as they equal another one.
+      num_parameters: The number of values read.
+      num_expected: The number of values in the model.
+      faults: Further faults of shapes and dtypes, one sentence each.
     """
 
     description: str
@@ -66,7 +66,7 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One tensor to be read and the parameter that it fills."""
+    """A tensor to be read and the parameter that it fills."""
 
     header: TensorHeader
     leaf: Leaf
@@ -74,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match[C]:
-    """A checked folder: its configuration, what to read, and the report."""
+    """A checked folder: its configuration, the tensors to read, and the report."""
 
     config: C
     sources: tuple[Source, ...]
@@ -87,7 +87,7 @@ def match[C, M: nnx.Module](
     headers: Mapping[str, TensorHeader],
     origin: str,
 ) -> Match[C]:
-    """Finds the tensor of every parameter; reads none but tied ones.
+    """Finds the tensor of every parameter; reads only tied ones.
 
     Args:
       family: The declarations.
@@ -96,7 +96,7 @@ def match[C, M: nnx.Module](
       origin: The folder, for messages.
 
     Returns:
-      The settled configuration and what is to be read.
+      The complete configuration and the tensors to read.
 
     Raises:
       ConfigError: The configuration is not supported.
@@ -150,7 +150,7 @@ def match[C, M: nnx.Module](
 def _current_keys(
     family: Family, headers: Mapping[str, TensorHeader], origin: str
 ) -> dict[str, TensorHeader]:
-    """Returns the headers by key without prefix and in today's spelling."""
+    """Returns the headers by key, without the prefix and in the current spelling."""
     prefixed = [key for key in headers if key.startswith(family.prefix)]
     bare = [key for key in headers if _first_part(key) in family.base]
     if prefixed and bare:
@@ -194,7 +194,7 @@ def _check_ties(
     spare: Mapping[str, TensorHeader],
     current: Mapping[str, TensorHeader],
 ) -> tuple[list[str], list[str]]:
-    """Returns the tied keys and the faults of those that differ from what they should equal."""
+    """Returns the tied keys, and the faults of those that differ from their counterpart."""
     if not fields.get("tie_word_embeddings", family.tied_by_default):
         return [], []
     present = [tie for tie in family.ties if tie.key in spare and tie.equals in current]
@@ -210,7 +210,7 @@ def _equal(first: TensorHeader, second: TensorHeader) -> bool:
     alike = (first.shape, first.dtype) == (second.shape, second.dtype)
     if not alike or first.dtype not in DTYPES:
         return False
-    # By bits: a NaN equals itself here, and -0.0 is not 0.0.
+    # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
     one, other = (map_tensor(header) for header in (first, second))
     bits = f"u{one.itemsize}"
     return np.array_equal(one.view(bits), other.view(bits))
@@ -234,7 +234,7 @@ def _shape_faults(
 
 
 def _size(fields: Mapping[str, object], name: str) -> object:
-    """Returns a field, which may lie in a section of its own, or how many entries it has."""
+    """Returns the value of a field, which may be in a section, or the number of its entries."""
     section, _, inner = name.rpartition(".")
     within = fields.get(section)
     field = within.get(inner) if isinstance(within, dict) else fields.get(inner)
@@ -242,7 +242,7 @@ def _size(fields: Mapping[str, object], name: str) -> object:
 
 
 def _dtype_faults(header: TensorHeader, is_needed: bool) -> list[str]:
-    # Old files hold position ids as whole numbers and masks as bytes; both are left out.
+    # Old files hold position ids as integers and masks as bytes; both are dropped.
     supported = tuple(DTYPES) if is_needed else (*DTYPES, "I64", "U8", "BOOL")
     if header.dtype in supported:
         return []

@@ -22,10 +22,9 @@ class KVCache:
     """Keys and values of every layer; the batch is the first axis of every array in it.
 
     Attributes:
-      keys: For each layer, of token s of sequence b at [b, s].
-      values: Likewise.
-      lengths: How many tokens of each sequence are held, from the left; what lies beyond does not
-        count.
+      keys: The keys of each layer; token s of sequence b is at [b, s].
+      values: The values of each layer, in the same places.
+      lengths: The number of tokens of each sequence, from the left; entries beyond do not count.
     """
 
     keys: tuple[Float[Array, "B S K H"], ...]
@@ -34,11 +33,11 @@ class KVCache:
 
     @property
     def num_keys(self) -> int:
-        """How many tokens of a sequence there is room for."""
+        """The number of tokens of a sequence that fit into the cache."""
         return self.keys[0].shape[1]
 
     def positions(self, num_tokens: int) -> Int[Array, "B T"]:
-        """Returns where the next tokens of each sequence stand."""
+        """Returns the positions of the next tokens of each sequence."""
         steps = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
         return self.lengths[:, None] + steps
 
@@ -51,7 +50,7 @@ class LayerCache:
     values: Float[Array, "B S K H"]
 
     def start(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> "LayerCache":
-        """Returns it with the first tokens of every sequence."""
+        """Returns the cache with the first tokens of every sequence."""
         first = (0, 0, 0, 0)
         with jax.named_scope("cache"):
             return LayerCache(
@@ -65,7 +64,7 @@ class LayerCache:
         value: Float[Array, "B T K H"],
         positions: Int[Array, "B T"],
     ) -> "LayerCache":
-        """Returns it with further tokens at their positions; one beyond the end is left out."""
+        """Returns the cache with further tokens; those beyond its end are dropped."""
         with jax.named_scope("cache"):
             return LayerCache(
                 keys=_put(self.keys, key, positions), values=_put(self.values, value, positions)
@@ -77,27 +76,27 @@ class LayerCache:
         lengths: Int[Array, " B"],
         alibi_slopes: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """Attends of the last T tokens of each sequence over all it has, themselves included.
+        """Attends from the last T tokens of each sequence to all its tokens up to their own.
 
         Args:
           query: Queries of the last T tokens.
-          lengths: Tokens of each sequence, the last T included.
-          alibi_slopes: By how much each head's scores grow per position.
+          lengths: The number of tokens of each sequence, the last T included.
+          alibi_slopes: The growth of each head's scores per position.
 
         Returns:
           For each query the weighted mean of the values up to its own.
         """
-        # By the kernel where that can run, else in plain JAX.
+        # This calls the kernel if it can run, else plain JAX.
         return decode_attention(query, self.keys, self.values, lengths, alibi_slopes=alibi_slopes)
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
-    """Returns a cache without tokens.
+    """Returns an empty cache.
 
     Args:
-      num_layers: Of the decoder.
-      shape: Batch size, tokens a sequence, key-value heads, head size.
-      dtype: Of keys and values.
+      num_layers: The number of layers of the decoder.
+      shape: Batch size, tokens of a sequence, key-value heads, head size.
+      dtype: The dtype of keys and values.
     """
     # Zeros: kernels read tiles beyond a length, which must be finite.
     arrays = [jnp.zeros(shape, dtype) for _ in range(2 * num_layers)]

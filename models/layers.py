@@ -1,8 +1,7 @@
-"""What two or more families share: Linear, norms, attention, embeddings, the LM head.
+"""Layers that two or more families share: Linear, norms, attention, embeddings, the LM head.
 
-Each layer computes in plain JAX, or calls kernels where its `kernels` say so (`models.kernels`).
-Not here: parts of pre-norm layers (`models.pre_norm`); what one family alone has, such as rotary
-positions.
+Each layer computes in plain JAX, or calls the kernels named by its `kernels` (`models.kernels`).
+Not here: parts of pre-norm layers (`models.pre_norm`), and layers of one family alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,7 @@ INIT_STDDEV = 0.02
 @register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalOutput:
-    """What a decoder returns, under Hugging Face's names.
+    """The output of a decoder, under Hugging Face's names.
 
     Attributes:
       last_hidden_state: Hidden states after the last block and the final norm.
@@ -60,14 +59,14 @@ class CausalOutput:
 
 
 class Linear(nnx.Linear):
-    """residual + scale * activation(x @ kernel + bias), by one kernel where it can.
+    """residual + scale * activation(x @ kernel + bias), by one kernel if possible.
 
     Attributes:
-      next_norm: The folded norm of its result, if there is one.
+      next_norm: The folded norm of the result; None without one.
     """
 
     def __init__(self, *args, **options) -> None:
-        """Takes what nnx.Linear takes."""
+        """Takes the arguments of nnx.Linear."""
         super().__init__(*args, **options)
         self.kernels = PLAIN
         self.next_norm: FoldedNorm | None = None
@@ -80,13 +79,13 @@ class Linear(nnx.Linear):
         residual: Float[Array, "*B N"] | None = None,
         scale: float = 1.0,
     ) -> Float[Array, "*B N"]:
-        """Applies the layer and what follows it.
+        """Applies the layer and its epilogue.
 
         Args:
           x: Input.
-          activation: Computed in f32, as torch does it for 16-bit values.
+          activation: Computed in f32, as torch does for 16-bit values.
           residual: Added last.
-          scale: Multiplies what is added to the residual.
+          scale: Factor of what is added to the residual.
         """
         if self.kernels.gemm == "pallas":
             return gemm(
@@ -107,14 +106,14 @@ class Linear(nnx.Linear):
     def after_norm(
         self, x: Hidden, *, activation: Activation | None = None
     ) -> Float[Array, "B T N"]:
-        """Applies the layer to normalised states, or to scaled ones if it has the norm in it."""
+        """Applies the layer to normalised states, or to scaled ones with a folded norm."""
         if not isinstance(x, ScaledRows):
             return self(x, activation=activation)
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         return normed_gemm(x.values, x.scale, kernel, bias=bias, activation=activation)
 
     def add_to(self, x: Hidden, inner: Float[Array, "B T K"]) -> Hidden:
-        """Returns x + self(inner), with what a folded norm after it scales rows by."""
+        """Returns x + self(inner), with the row factors of a folded norm that follows."""
         if self.next_norm is None:
             return self(inner, residual=values_of(x))
         return gemm_for_norm(
@@ -131,7 +130,7 @@ class LayerNorm(nnx.LayerNorm):
     """LayerNorm that computes in f32 and returns the dtype of its input."""
 
     def __init__(self, *args, **options) -> None:
-        """Takes what nnx.LayerNorm takes."""
+        """Takes the arguments of nnx.LayerNorm."""
         super().__init__(*args, **options)
         self.kernels = PLAIN
 
@@ -143,7 +142,7 @@ class LayerNorm(nnx.LayerNorm):
         return super().__call__(x).astype(x.dtype)
 
     def fold_into(self, *linears: Linear) -> FoldedNorm:
-        """Folds the norm into all Linears that read it, and returns what takes its place."""
+        """Folds the norm into all Linears that read it, and returns its replacement."""
         bias = None if self.bias is None else self.bias[...]
         gain, eps = self.scale[...], self.epsilon  # pyrefly: ignore
         return fold(linears, gain, bias, eps=eps, centred=True)
@@ -162,8 +161,8 @@ def attend(
       query: Queries.
       key: Keys.
       value: Values.
-      bias: Added to the scores q . k / sqrt(H): which keys a query sees; None = all.
-      alibi: Added besides: what a key's position counts for each head.
+      bias: Added to the scores q . k / sqrt(H), to mask keys; None = all keys are seen.
+      alibi: Also added: the weight of a key's position for each head.
 
     Returns:
       For each query the weighted mean of the values.
@@ -188,13 +187,13 @@ def attend(
 
 
 def causal_bias(length: int, attention_mask: Mask | None) -> Float[Array, "#B 1 T S"]:
-    """Returns 0 where a token may look and the lowest finite f32 elsewhere.
+    """Returns 0 for the keys that a token sees and the lowest finite f32 elsewhere.
 
-    A finite value keeps the row of a token that sees nothing, as left padding does, free of NaN.
+    A finite value keeps rows that see no token, such as left padding, free of NaN.
 
     Args:
       length: Number of tokens.
-      attention_mask: 1 for tokens, 0 for padding, at which nobody looks; None = all 1.
+      attention_mask: 1 for tokens, 0 for padding, which no token sees; None = all 1.
     """
     with jax.named_scope("causal_bias"):
         visible = jnp.tril(jnp.ones((1, 1, length, length), bool))
@@ -219,7 +218,7 @@ def logits(
 
 
 def lengthen(table: nnx.Embed, multiple: int) -> None:
-    """Adds rows to a table until their number is a multiple; NaN, as an id outside must give."""
+    """Pads a table to a multiple of rows; the new rows are NaN, as ids outside must give NaN."""
     rows, features = table.embedding.shape
     more = jnp.full((-rows % multiple, features), jnp.nan, table.embedding.dtype)
     table.embedding = nnx.Param(jnp.concatenate([table.embedding[...], more]))
@@ -254,7 +253,7 @@ def linear(
 
 
 def part_of(joined: Linear, columns: slice | Integer[np.ndarray, " N"]) -> Linear:
-    """Returns a Linear with some of another's columns."""
+    """Returns a Linear with some columns of another."""
     kernel = joined.kernel[...][:, columns]
     bias = None if joined.bias is None else joined.bias[...][columns]
     return Linear(
@@ -269,7 +268,7 @@ def part_of(joined: Linear, columns: slice | Integer[np.ndarray, " N"]) -> Linea
 
 
 def joined(parts: Sequence[Linear]) -> Linear:
-    """Returns a Linear with the columns of several, which have no bias, one after the other."""
+    """Returns one Linear with the columns of several Linears without bias, in order."""
     kernel = jnp.concatenate([part.kernel[...] for part in parts], axis=1)
     return Linear(
         *kernel.shape,
@@ -302,9 +301,9 @@ def check_tokens(
     """Raises InputError unless the shapes of a call fit together and into the model.
 
     Args:
-      model: Its name, for messages.
-      ids: Shape of input_ids.
-      others: Shapes of the other inputs by name.
+      model: The name of the model, for messages.
+      ids: The shape of input_ids.
+      others: The shapes of the other inputs by name.
       max_seq_len: The longest sequence; None = any.
     """
     if len(ids) != 2:

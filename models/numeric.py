@@ -16,7 +16,7 @@ from models.errors import CheckpointError, InputError, NumericError
 from models.keymap import Family
 from models.parameters import cast
 
-# Of the standard deviation of a value, for f32 against f64; a wrong weight or GELU is far above it.
+# Relative to a value's standard deviation, for f32 against f64; wrong weights are far above it.
 TOLERANCE = 2e-5
 NUM_SAMPLES = 32
 INPUT, OUTPUT = "inputs.", "outputs."
@@ -24,11 +24,11 @@ INPUT, OUTPUT = "inputs.", "outputs."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Inputs and expected values that `scripts/make_reference.py` wrote.
+    """Inputs and expected values, written by `scripts/make_reference.py`.
 
     Attributes:
-      name: The file's name.
-      origin: What computed them, e.g. "transformers 4.57.1".
+      name: The name of the file.
+      origin: The program that computed the values, e.g. "transformers 4.57.1".
       inputs: Arguments of the forward pass.
       outputs: Expected values by the names of the family's probe.
     """
@@ -41,11 +41,11 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSummary:
-    """One value of the fixed forward pass, short enough to be stored.
+    """A summary of one value of the fixed forward pass, short enough to be stored.
 
     Attributes:
-      std: Its standard deviation.
-      sample: Evenly spaced elements of it.
+      std: The standard deviation of the value.
+      sample: Evenly spaced elements of the value.
     """
 
     std: float
@@ -54,12 +54,12 @@ class OutputSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericCheck:
-    """What the numeric check found.
+    """The result of the numeric check.
 
     Attributes:
       outputs: Summaries of the fixed forward pass.
       errors: Maximum error over standard deviation by name; None without a reference.
-      reference: The reference and its origin; None without one.
+      reference: The name and origin of the reference; None without one.
     """
 
     outputs: dict[str, OutputSummary]
@@ -136,7 +136,7 @@ def errors_against[C, M: nnx.Module](
     """Returns max |actual - expected| / std(expected) for every value of a reference.
 
     Raises:
-      NumericError: The reference does not belong to such a model.
+      NumericError: The reference does not belong to this model.
     """
     takes = sorted(family.example(config))
     if sorted(reference.inputs) != takes:

@@ -1,4 +1,4 @@
-"""Our own checkpoint folder: config.json with what is inside, Orbax parameters, the tokenizer."""
+"""Our own checkpoint folder: a config.json with its contents, Orbax parameters, the tokenizer."""
 
 import dataclasses
 import inspect
@@ -33,14 +33,14 @@ class Manifest:
     """The config.json of our folder.
 
     Attributes:
-      format: Tells our folder from Hugging Face's.
-      format_version: Of this schema.
-      model_type: The family's name.
-      config: The fields of its configuration.
-      dtype: Of the stored parameters.
-      num_parameters: How many values they are.
-      fingerprint: SHA-256 of the parameters as stored.
-      outputs: Summaries of the fixed forward pass in f32 on them.
+      format: The mark of our folders, absent in Hugging Face's.
+      format_version: The version of this schema.
+      model_type: The name of the family.
+      config: The fields of the configuration.
+      dtype: The dtype of the stored parameters.
+      num_parameters: The number of values in all parameters.
+      fingerprint: The SHA-256 of the parameters as stored.
+      outputs: Summaries of the fixed forward pass in f32 on the parameters.
       source_class: The class that saved the original.
     """
 
@@ -72,7 +72,7 @@ def parse_manifest(fields: Mapping[str, object], origin: str) -> Manifest:
 
 
 def parse_config[C, M: nnx.Module](family: Family[C, M], manifest: Manifest, origin: str) -> C:
-    """Returns the model's configuration out of a manifest.
+    """Returns the model's configuration from a manifest.
 
     Raises:
       ConfigError: A field is missing, unknown or malformed.
@@ -82,7 +82,7 @@ def parse_config[C, M: nnx.Module](family: Family[C, M], manifest: Manifest, ori
 
 @contextmanager
 def new_folder(target: Path) -> Generator[Path]:
-    """Gives a folder to write into, which becomes the target at the end or vanishes on failure.
+    """Yields a folder to write into; it becomes the target at the end, or vanishes on failure.
 
     Raises:
       CheckpointError: The target exists, or its parent does not.
@@ -136,11 +136,11 @@ def read[C, M: nnx.Module](
     """Reads a module from our folder, straight into a dtype.
 
     Args:
-      family: How to build it.
-      config: Its configuration.
+      family: The family of the model.
+      config: The configuration.
       folder: The folder.
-      manifest: Its config.json.
-      dtype: Of the module.
+      manifest: The config.json of the folder.
+      dtype: The dtype of the module.
       progress: Called with (bytes read, bytes in all).
 
     Raises:
@@ -160,19 +160,19 @@ def read_part[C, M: nnx.Module](
     progress: Callable[[int, int], object],
     wanted: Callable[[str], bool] = lambda path: True,
 ) -> Iterator[Parameter]:
-    """Yields the parameters whose paths are wanted; nothing is read of the others.
+    """Yields the parameters whose paths are wanted; the others are not read.
 
-    Some are read at a time, as many as are `GROUP_BYTES` together, so that what reading takes of
-    the host's memory does not grow with the model.
+    Groups of up to `GROUP_BYTES` are read at a time, so that the host memory used for reading does
+    not grow with the model.
 
     Args:
-      family: How to build the module.
-      config: Its configuration.
+      family: The family of the model.
+      config: The configuration.
       folder: The folder.
-      manifest: Its config.json.
-      dtype: Of the parameters.
+      manifest: The config.json of the folder.
+      dtype: The dtype of the parameters.
       progress: Called with (bytes read, bytes in all).
-      wanted: Which paths are.
+      wanted: Whether the parameter of a path is wanted.
 
     Raises:
       CheckpointError: The parameters are absent, damaged, or beyond the range of the dtype.

@@ -6,14 +6,14 @@ import jax
 
 
 def register_output[T: type](cls: T) -> T:
-    """Registers a dataclass as a tree whose children are its fields; to be used as a decorator."""
+    """Registers a dataclass as a tree whose children are its fields; a decorator."""
     names = tuple(field.name for field in dataclasses.fields(cls))
 
     def flatten(output):
         return tuple((jax.tree_util.GetAttrKey(n), getattr(output, n)) for n in names), None
 
     def unflatten(_, children):
-        # Not by the constructor: jax also puts shapes, axes and None into a tree.
+        # The constructor is not called: jax also puts shapes, axes and None into a tree.
         output = object.__new__(cls)
         for name, child in zip(names, children, strict=True):
             object.__setattr__(output, name, child)

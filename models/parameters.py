@@ -1,4 +1,4 @@
-"""Parameters as values by dotted path: filling a module, casting it, its fingerprint."""
+"""Parameters by dotted path: filling a module with them, casting it, its fingerprint."""
 
 import hashlib
 from collections.abc import Iterable
@@ -30,10 +30,10 @@ def canonical_dtype(dtype: DTypeLike, asked: str) -> str:
 
     Args:
       dtype: A name, a numpy or jax dtype, or a scalar type such as jnp.bfloat16.
-      asked: What is being done, for the message.
+      asked: The operation at hand, for the message.
 
     Raises:
-      CheckpointError: It is no dtype or not a supported one.
+      CheckpointError: It is not a supported dtype.
     """
     try:
         name = jnp.dtype(dtype).name
@@ -52,9 +52,9 @@ def fill[C, M: nnx.Module](
     """Builds a module around given values; no value is initialised and none is copied.
 
     Args:
-      family: How to build it.
-      config: Its configuration.
-      dtype: Its parameter dtype.
+      family: The family of the model.
+      config: The configuration.
+      dtype: The dtype of the parameters.
       parameters: Every variable exactly once, in that dtype.
 
     Returns:
@@ -80,7 +80,7 @@ def parameters_of(module: nnx.Module) -> list[Parameter]:
 
 
 def cast[C, M: nnx.Module](family: Family[C, M], config: C, module: M, dtype: str) -> M:
-    """Returns the module with all parameters in another dtype; the given one is left as it is."""
+    """Returns a module with all parameters in another dtype; the given one stays as it is."""
     old = parameters_of(module)
     new = (Parameter(path=p.path, value=p.value.astype(dtype)) for p in old)
     return fill(family, config, dtype, new)

@@ -1,10 +1,10 @@
 """Reads the pickle of a PyTorch state dict without running it.
 
-A pickle is a program: with the standard reader it can call anything that Python can import. Here
-its opcodes are read by `pickletools` and carried out one by one on plain data, and only those that
-a state dict of tensors consists of. A name that the program asks for is looked up in the one table
-below, whose entries are ours; nothing is imported, no attribute of anything is read or set, and no
-value is hashed, compared or printed but strings and numbers. Everything else is refused by name.
+A pickle is a program: under the standard reader it can call anything that Python can import. Here
+`pickletools` reads its opcodes, and only the opcodes of a state dict of tensors are carried out,
+one by one, on plain data. Names in the program are looked up in the one table below, whose entries
+are ours: nothing is imported, no attribute is read or set, and only strings and numbers are hashed,
+compared or printed. Everything else is refused by name.
 """
 
 import pickletools
@@ -49,14 +49,14 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that the program asked for and may have, as "module name"."""
+    """An allowed name that the program asked for, as "module name"."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A run of values: a file of the archive by the key of its name."""
+    """A run of values: a file of the archive, whose name holds the key."""
 
     dtype: str
     key: str
@@ -65,7 +65,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A view of a storage; offset and strides count values. It lies within, and is no larger."""
+    """A view that lies within a storage; offset and strides are in values."""
 
     storage: Storage
     offset: int
@@ -74,7 +74,7 @@ class StoredTensor:
 
 
 class _Malformed(Exception):
-    """What is wrong with the program at hand."""
+    """A malformed program; the message says what is wrong."""
 
 
 def read_state_dict(program: bytes, origin: str) -> dict[str, StoredTensor]:
@@ -107,7 +107,7 @@ def read_state_dict(program: bytes, origin: str) -> dict[str, StoredTensor]:
 def _run(program: bytes, origin: str) -> object:
     machine = _Machine(origin)
     with warnings.catch_warnings():
-        # What Python says of a backslash that escapes nothing; no name of torch has one.
+        # Python warns about a backslash that escapes nothing; no name of torch has one.
         warnings.simplefilter("error", DeprecationWarning)
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
@@ -232,7 +232,7 @@ class _Machine:
         self._stack.append(_CALLS[function.name](arguments))
 
     def _build(self) -> None:
-        # The versions of the modules that PyTorch keeps beside a state dict; not needed.
+        # PyTorch stores module versions beside a state dict; they are not needed.
         state = self.pop()
         if not isinstance(self._stack[-1], dict) or not isinstance(state, dict):
             raise self._refused(f"a state for {_kind(self._stack[-1])}")
@@ -240,7 +240,7 @@ class _Machine:
     def _refused(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self._origin}: its pickle asks for {what:.100}; only tensors are loaded, and"
-            " nothing was run; do not open the file with a program that would"
+            " nothing was run; do not open the file with a program that runs pickles"
         )
 
 

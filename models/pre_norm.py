@@ -1,7 +1,7 @@
-"""Parts of pre-norm layers: a norm, products that read it, a residual around all.
+"""Parts of pre-norm layers: a norm, products that read it, a residual around both.
 
-The norm is computed by itself, or folded into the products (`models.folding`): the same code calls
-either. Not here: attention, which each family has in its own way.
+The norm is computed separately, or folded into the products (`models.folding`); the same code
+serves both. Not here: attention (`models.fused_qkv` and the families).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +25,16 @@ class Norm(Protocol):
         ...
 
     def fold_into(self, *linears: Linear) -> FoldedNorm:
-        """Folds the norm into all Linears that read it, and returns what takes its place."""
+        """Folds the norm into all Linears that read it, and returns its replacement."""
         ...
 
 
 class Products(NamedTuple):
-    """The products of a part of a layer beside its norm.
+    """The products of a part of a layer.
 
     Attributes:
-      readers: All that read the norm, and nothing else.
-      last: The one that adds to the residual; a norm of the same kind comes next.
+      readers: All readers of the norm; they read nothing else.
+      last: The product that is added to the residual; a norm of the same kind follows.
     """
 
     readers: Sequence[Linear]
@@ -47,7 +47,7 @@ class PreNorm(nnx.Module):
     norm: Norm | FoldedNorm
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         raise NotImplementedError
 
     @property
@@ -65,7 +65,7 @@ class PreNorm(nnx.Module):
         self.norm = last.next_norm = folded
 
     def normalise(self, x: Hidden) -> Hidden:
-        """Returns the norm of every token, or where it is folded what scales the tokens."""
+        """Returns the normalised tokens, or the factors of the tokens if the norm is folded."""
         return self.norm(x) if isinstance(self.norm, FoldedNorm) else self.norm(values_of(x))
 
 
@@ -89,7 +89,7 @@ class PreNormMlp(PreNorm):
         self.activation = activation
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         return Products([self.up], self.down)
 
     def __call__(self, x: Hidden) -> Hidden:
@@ -100,7 +100,7 @@ class PreNormMlp(PreNorm):
 
 
 def gated(x: Hidden, gate: Linear, up: Linear) -> Float[Array, "B T F"]:
-    """silu(gate(x)) * up(x), of Linears without bias, by one kernel where it can."""
+    """Computes silu(gate(x)) * up(x) for Linears without bias, by one kernel if possible."""
     weights = {"w_gate": gate.kernel[...], "w": up.kernel[...]}
     if isinstance(x, ScaledRows):
         return normed_gemm(x.values, x.scale, **weights, activation="silu")
@@ -112,7 +112,7 @@ def gated(x: Hidden, gate: Linear, up: Linear) -> Float[Array, "B T F"]:
 def run_layers(
     layers: Iterable[Callable[..., Hidden]], x: Float[Array, "B T D"], *terms: object
 ) -> list[Float[Array, "B T D"]]:
-    """Returns the hidden states before and after each layer, called with them and the terms."""
+    """Returns the hidden states before and after each layer; each is called with `terms` too."""
     states, hidden = [x], x
     for layer in layers:
         hidden = layer(hidden, *terms)

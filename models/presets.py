@@ -1,7 +1,7 @@
 """Models by name or by their config.json, as shapes: no weights are read or made.
 
-For what looks at a model without running it: `pbjax roofline`. A model's phases are "prefill" and
-"decode" if it keeps a KV cache, "forward" otherwise.
+`pbjax roofline` uses them to look at a model without running it. The phases of a model are
+"prefill" and "decode" if it keeps a KV cache, "forward" otherwise.
 """
 
 import importlib
@@ -31,10 +31,10 @@ from models.keymap import Family
 from models.orbax_folder import is_ours, parse_config, parse_manifest
 from models.parameters import canonical_dtype
 
-# Of cuDNN where it is not installed: 9.13, recent enough for all that JAX asks it for.
+# The version assumed where cuDNN is not installed: 9.13, recent enough for everything JAX checks.
 CUDNN_VERSION = 91300
 
-# Name -> the family's model_type and the constructor of its configuration.
+# The model_type of the family and the constructor of the configuration, by name.
 PRESETS = {
     "bert-base": ("bert", "base"),
     "bert-large": ("bert", "large"),
@@ -67,14 +67,14 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a model, in shapes.
+    """The shapes of one call of a model.
 
     Attributes:
       function: The module, or one of its methods.
-      inputs: Shapes and dtypes of its inputs.
-      cache: Which of them hold a KV cache.
-      tokens: How many tokens of all rows together go in; 0 for images and audio.
-      cached: How many tokens of a row the cache holds with these, in "decode".
+      inputs: The shapes and dtypes of its inputs.
+      cache: The indices of the inputs that hold a KV cache.
+      tokens: The number of input tokens of all rows together; 0 for images and audio.
+      cached: In "decode", the number of tokens of a row in the cache, the new ones included.
     """
 
     function: nnx.Module | Callable
@@ -89,10 +89,10 @@ class ModelShape:
     """A model without its weights.
 
     Attributes:
-      name: What it was asked for by.
-      family: Its kind.
-      config: Its sizes.
-      module: The module, of shapes and dtypes.
+      name: The preset or folder that was asked for.
+      family: The family of the model.
+      config: The sizes of the model.
+      module: The module, with shapes and dtypes in place of weights.
     """
 
     name: str
@@ -101,7 +101,7 @@ class ModelShape:
     module: nnx.Module
 
     def without_head(self) -> "ModelShape":
-        """The model up to its last hidden states, where it has a language model head."""
+        """The model without its language model head, if it has one."""
         if not getattr(self.config, "lm_head", False):
             return self
         config: Any = self.config
@@ -117,11 +117,11 @@ class ModelShape:
         return replace(self, config=config, module=module)
 
     def calling_kernels(self) -> "ModelShape":
-        """The model with its layers calling the kernels of the device that is traced for."""
+        """The model whose layers call the kernels of the device that programs are traced for."""
         return replace(self, module=nnx.eval_shape(with_kernels, self.module))
 
     def filled(self) -> "ModelShape":
-        """The model with random weights, its layers calling the kernels that this device has."""
+        """The model with random weights, whose layers call the kernels of this device."""
         return replace(self, module=with_kernels(fill_module(self.module)))
 
     def values(self, call: Call) -> tuple[object, ...]:
@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What a call of it can do."""
+        """The phases that the model supports."""
         has_head = getattr(self.config, "lm_head", False)
         generates = isinstance(self.module, CausalDecoder) and has_head
         return ("prefill", "decode") if generates else ("forward",)
@@ -140,19 +140,18 @@ class ModelShape:
 
         Args:
           phase: One of `phases`, or "forward", which every model has.
-          batch_size: Rows.
+          batch_size: The number of rows.
           seq_len: Tokens of a row, samples of audio, or frames of a spectrogram; in "decode" the
-            tokens that the cache holds with the new one; None for images, which have one size.
-          new_tokens: Tokens of a row that "decode" takes in; several are checked at once in
-            speculative decoding.
+            tokens in the cache, the new ones included; None for images, which have one size.
+          new_tokens: New tokens of a row in "decode"; speculative decoding checks several at once.
 
         Raises:
-          InputError: The model cannot do that, or not with this length.
+          InputError: The model does not support the phase or the length.
         """
         if phase not in (*self.phases, "forward"):
             raise InputError(
-                f"{self.name}: there is no phase {phase!r}; it has"
-                f" {', '.join(dict.fromkeys((*self.phases, 'forward')))}; choose one of them"
+                f"{self.name}: unknown phase {phase!r}; phases are"
+                f" {', '.join(dict.fromkeys((*self.phases, 'forward')))}; choose one"
             )
         if phase == "forward" or not isinstance(self.module, CausalDecoder):
             return self._forward(batch_size, seq_len)
@@ -176,17 +175,17 @@ class ModelShape:
             possible = "1 or more" if longest is None else f"1 to {longest}"
             found = "missing" if seq_len is None else seq_len
             raise InputError(
-                f"{self.name}: seq is {found}; {possible} is possible; give such a length"
+                f"{self.name}: seq is {found}; {possible} is possible; pass a length in that range"
             )
         return seq_len
 
     def _forward(self, batch_size: int, seq_len: int | None) -> Call:
-        """The family's own example, resized."""
+        """Returns a call with the resized example of the family."""
         value = next(iter(self.family.example(self.config).values()))
         patches = getattr(self.config, "num_patches", None)
         if patches is not None and seq_len is not None:
             raise InputError(
-                f"{self.name}: seq is {seq_len}; an image is {patches} patches always; leave it out"
+                f"{self.name}: seq is {seq_len}; an image has {patches} patches; leave it out"
             )
         length = self._length(seq_len) if patches is None else value.shape[1]
         shape = (batch_size, length, *value.shape[2:])
@@ -198,11 +197,11 @@ class ModelShape:
 
 @contextmanager
 def traced_for(device_kind: str, num_sms: int) -> Generator[None]:
-    """Inside, programs are traced as for a device that need not be there.
+    """Traces programs inside the context for a device that may be absent.
 
     Args:
-      device_kind: What JAX calls it.
-      num_sms: Its streaming multiprocessors.
+      device_kind: The name of the device in JAX.
+      num_sms: The number of its streaming multiprocessors.
     """
     if device_kind == "cpu":
         yield
@@ -214,9 +213,9 @@ def traced_for(device_kind: str, num_sms: int) -> Generator[None]:
 
 @contextmanager
 def _cudnn_assumed() -> Generator[None]:
-    """Inside, attention by cuDNN can be traced where the library is not installed.
+    """Allows attention by cuDNN to be traced where the library is not installed.
 
-    Its version is all that JAX asks of it before a program is lowered.
+    JAX checks only its version before a program is lowered.
     """
     given = fused_attention_stablehlo.check_cudnn_version
     if fused_attention_stablehlo.cuda_versions is None:
@@ -231,12 +230,12 @@ def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = No
     """Returns a model by the name of a preset, or by a folder with its config.json.
 
     Args:
-      source: A name in PRESETS, or a folder of Hugging Face's or ours; weights need not be there.
-      dtype: Of weights and activations.
-      num_layers: How many layers it has; None = as many as its configuration says.
+      source: A name in PRESETS, or a folder in Hugging Face's or our format, even without weights.
+      dtype: The dtype of weights and activations.
+      num_layers: The number of layers; None = the configuration's.
 
     Raises:
-      CheckpointError: It is neither, or its configuration is not supported.
+      CheckpointError: The source is neither, or its configuration is not supported.
     """
     canonical_dtype(dtype, f"{source}")
     if source in PRESETS:
@@ -254,7 +253,7 @@ def find_shape(source: str, dtype: str = "bfloat16", num_layers: int | None = No
 def _family(model_type: str) -> Family:
     if model_type != "conformer":
         return importlib.import_module(FAMILIES[model_type]).FAMILY
-    # The encoder of Gulati et al. by itself has no checkpoints: it takes frames, not audio.
+    # The bare encoder of Gulati et al. has no checkpoints: it takes frames, not audio.
     return replace(
         importlib.import_module(FAMILIES["wav2vec2-conformer"]).FAMILY,
         model_type=model_type,

@@ -1,4 +1,4 @@
-"""The values of a fixed forward pass that conversions store and compare, for every family."""
+"""The values of the fixed forward pass that conversions store and compare."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ OUTPUTS = ("last_hidden_state", "pooler_output", "logits")
 
 
 def probe(model: Any, inputs: Mapping[str, Array | np.ndarray]) -> dict[str, Array]:
-    """Returns the hidden states around the first block and every output that the model has.
+    """Returns the hidden states around the first block and every output of the model.
 
     Args:
-      model: Any of this package: its `hidden_states` takes what a call takes.
-      inputs: Arguments of a call.
+      model: Any model of this package: its `hidden_states` takes the arguments of a call.
+      inputs: The arguments of a call.
     """
     states = model.hidden_states(**inputs)
     output = model(**inputs)

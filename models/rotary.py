@@ -1,4 +1,4 @@
-"""Rotary positions in the layout of Hugging Face's files, pair (i, i + H/2); llama3's scaling.
+"""Rotary positions in the layout of Hugging Face's files, pairs (i, i + H/2); llama3's scaling.
 
 Not here: the interleaved layout of Meta's own files, pair (2i, 2i + 1), and other scalings.
 """
@@ -16,11 +16,11 @@ from models.layers import Ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How fast positions turn features, with llama3's scaling.
+    """The frequencies of rotary positions, with llama3's scaling.
 
     Attributes:
       theta: Base of the frequencies.
-      factor: What low frequencies are divided by; 1 leaves all as they are.
+      factor: The divisor of low frequencies; 1 leaves all as they are.
       low: Wavelengths above original_len / low are divided in full.
       high: Wavelengths below original_len / high are kept; those between are blended.
       original_len: The longest sequence before scaling.
@@ -35,13 +35,13 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryTable:
-    """Cosine and sine of the angle by which each pair of features is turned at each position."""
+    """Cosine and sine of the rotation angle of each pair of features at each position."""
 
     cos: Float[Array, "#B T 1 half"]
     sin: Float[Array, "#B T 1 half"]
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Turns the pairs (i, i + H/2) of every head, in f32."""
+        """Rotates the pairs (i, i + H/2) of every head, in f32."""
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         turned = (
             first * self.cos - second * self.sin,
@@ -55,8 +55,8 @@ def rotary_frequencies(rotary: Rotary, head_dim: int) -> Float[np.ndarray, " hal
 
     Source: Su et al. 2021, section 3.2; the scaling is that of LLaMA 3.1's released code.
     """
-    # Rounded to f32 step by step as Hugging Face does: the last bit of a frequency, times position
-    # 100,000, changes the logits by a hundredth of their deviation.
+    # Every step is rounded to f32 as in Hugging Face's code: the last bit of a frequency, times
+    # position 100,000, changes the logits by a hundredth of their deviation.
     exponents = np.arange(0, head_dim, 2) / head_dim
     frequencies = np.float32(1) / np.power(rotary.theta, exponents).astype(np.float32)
     turns = rotary.original_len * frequencies / (2 * np.pi)
@@ -75,10 +75,10 @@ def rotary_table(
 
 
 def read_rotary(reader: ConfigFields) -> Rotary:
-    """Reads rope_theta and rope_scaling of transformers 4, or rope_parameters of 5.
+    """Reads rope_theta and rope_scaling of transformers 4, or rope_parameters of transformers 5.
 
     Raises:
-      ConfigError: A field is missing, malformed or unsupported, or both forms differ.
+      ConfigError: A field is missing, malformed or unsupported, or the two forms differ.
     """
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if new is None:

@@ -1,4 +1,4 @@
-"""Attention in rows that hold several sequences one after another, each token seeing its own."""
+"""Attention in rows of several sequences, in which a token sees its own sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,15 @@ def attend_packed(
     offsets: Int[Array, " C"],
     bias: Float[Array, "R 1 L L"] | None,
 ) -> Float[Array, "R L N H"]:
-    """Attends by the kernel that skips other sequences, where it can, else with the bias.
+    """Attends by the kernel that skips other sequences if it can run, else with the bias.
 
     Args:
       query: Queries.
       key: Keys.
       value: Values.
-      offsets: Where sequences begin among the tokens of all rows; see `attention_packed`.
-      bias: What says the same where the kernel cannot. Its own way in plain JAX is not taken: that
-        has the scores of all pairs of tokens of all rows in memory.
+      offsets: The starts of the sequences among the tokens of all rows; see `attention_packed`.
+      bias: The mask of the sequences for plain JAX. `attention_packed` in plain JAX is not used, as
+        it holds the scores of all pairs of tokens of all rows in memory.
     """
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     try:

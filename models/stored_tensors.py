@@ -1,7 +1,7 @@
-"""Where a stored tensor lies in a file, and its values, mapped from there.
+"""The place of a stored tensor in a file, and its memory-mapped values.
 
-Mapping reads nothing by itself: pages come in when they are used, and the system can take them back
-at any time, so that a tensor on its way to a device takes no memory of the process's own.
+Mapping itself reads nothing: the system loads pages on use and can drop them at any time, so that a
+tensor on its way to a device takes no memory of the process.
 """
 
 import math
@@ -32,15 +32,15 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """Where one tensor lies and what it is.
+    """The place and the type of one tensor.
 
     Attributes:
-      key: Its name in the file.
+      key: The name of the tensor in the file.
       file: The file.
-      shape: Its shape.
-      dtype: Its dtype in safetensors' spelling, e.g. "BF16".
-      start: Position in the file of its first value, in bytes.
-      strides: How many values further the next one along each axis lies; None = in order.
+      shape: The shape.
+      dtype: The dtype in safetensors' spelling, e.g. "BF16".
+      start: The position of the first value in the file, in bytes.
+      strides: The distance between neighbours along each axis, in values; None = contiguous.
     """
 
     key: str
@@ -57,7 +57,7 @@ class TensorHeader:
 
     @property
     def num_spanned(self) -> int:
-        """Number of values from its first to its last in the file."""
+        """Number of values in the file from the first to the last of the tensor."""
         if self.strides is None or not math.prod(self.shape):
             return math.prod(self.shape)
         steps = zip(self.shape, self.strides, strict=True)

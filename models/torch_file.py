@@ -1,7 +1,7 @@
 """Finds the tensors of a PyTorch file (.bin), a zip archive since PyTorch 1.6, without PyTorch.
 
 The archive holds a pickle, which `models.pickle_reader` reads without running it, and one
-uncompressed file for every storage, in which a tensor's values lie as they are.
+uncompressed file for every storage, with the values of tensors as they are in memory.
 """
 
 import zipfile
@@ -15,7 +15,7 @@ from models.pickle_reader import Storage, read_state_dict
 from models.stored_tensors import ITEM_BYTES, TensorHeader
 
 PROGRAM = "/data.pkl"
-# Of a state dict's pickle, some hundred bytes a tensor; far above any real one.
+# The limit of a state dict's pickle, which has some hundred bytes a tensor; far above real ones.
 MAX_PROGRAM_BYTES = 2**26
 PICKLE_START = b"\x80"
 LOCAL_HEADER, LOCAL_HEADER_BYTES = b"PK\x03\x04", 30
@@ -25,8 +25,8 @@ def read_torch_headers(path: Path) -> list[TensorHeader]:
     """Returns the header of every tensor of a file; runs nothing and reads no tensor.
 
     Raises:
-      CheckpointError: The file is of the older format, truncated or damaged, or its pickle asks for
-        anything but tensors.
+      CheckpointError: The file has the older format, is truncated or damaged, or its pickle asks
+        for anything but tensors.
     """
     try:
         with path.open("rb") as file:
@@ -39,7 +39,7 @@ def read_torch_headers(path: Path) -> list[TensorHeader]:
 
 
 class _Archive:
-    """The table of contents of one file, checked."""
+    """The checked table of contents of one file."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""What every kernel asks of its arguments before it looks at shapes: arrays and Python's numbers.
+"""Checks of a kernel's arguments that precede those of shapes: arrays and numbers.
 
-Numbers of a launch are part of its code, so that they are Python's own and known while tracing.
+The numbers of a launch are part of its code, so they are Python numbers, known while tracing.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ import numpy as np
 
 
 def whole(kernel: str, name: str, value: Any) -> int:
-    """Returns a whole number of any library as Python's.
+    """Returns a whole number of any library as a Python int.
 
     Args:
-      kernel: Name of the public function, for messages.
-      name: Of the argument.
-      value: What was passed.
+      kernel: The name of the public function, for messages.
+      name: The name of the argument.
+      value: The value of the argument.
 
     Raises:
-      TypeError: It is something else, such as a float, or not known while tracing.
+      TypeError: The value is something else, such as a float, or is unknown while tracing.
     """
     try:
         if not isinstance(value, bool):
             return index(value)
-    except TypeError:  # Also that of a value which is being traced.
+    except TypeError:  # A value that is being traced raises it too.
         pass
     raise TypeError(
         f"{kernel}({name}): a {type(value).__name__}; a whole number is allowed, known while "
@@ -34,7 +34,7 @@ def whole(kernel: str, name: str, value: Any) -> int:
 
 
 def number(kernel: str, name: str, value: Any) -> float:
-    """Returns a number of any library as a float; as `whole` otherwise."""
+    """Returns a number of any library as a Python float; otherwise like `whole`."""
     try:
         if not isinstance(value, str | bytes | bytearray | bool):
             return float(value)

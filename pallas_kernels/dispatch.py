@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs, and the device it would run on."""
+"""The choice of a kernel's implementation, and the device that it would run on."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -11,12 +11,12 @@ from pallas_kernels.operation import as_operation
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
-# What a call that says None gets, inside `with default_...(value):`; jit traces anew where it
-# changes. So a caller chooses for kernels that lie deep in a model.
+# The value that stands for None inside `with default_...(value):`; jit traces anew if it changes.
+# So a caller chooses for kernels deep in a model.
 default_implementation = jax.make_user_context(None)
 default_sm_budget = jax.make_user_context(None)
 
-# The SM count of an H100 or H200 (SXM), used where code is traced or lowered without a GPU.
+# The SM count of an H100 or H200 (SXM), for code that is traced or lowered without a GPU.
 HOPPER_SMS = 132
 
 
@@ -26,28 +26,27 @@ def dispatch[Out](
     candidates: Mapping[Implementation, Callable[[], Out]],
     arguments: Mapping[str, object] | None = None,
 ) -> Out:
-    """Calls the implementation that is named, or else the first candidate that can.
+    """Calls the named implementation, or else the first candidate that can answer.
 
-    A candidate raises NotImplementedError where its backend cannot do what is asked, and nothing
-    else by it. Where none is named, a program that is traced for a Hopper GPU gets one operation,
-    whatever its shape, with XLA's implementation as its meaning; one for any other device gets
-    XLA's implementation itself.
+    A candidate raises NotImplementedError only if its backend cannot do what is asked. Without a
+    named implementation, a program traced for a Hopper GPU gets one operation, whatever its shape,
+    with XLA's implementation as its meaning; a program for any other device gets XLA's
+    implementation itself.
 
     Args:
-      kernel: Name of the public function, for messages.
-      implementation: The one to use, which then fails loudly; None: `default_implementation`, or
-        if that is None too, the best that can.
-      candidates: What each implementation would do, best first; the last is "xla", which always
-        can.
-      arguments: Of the public function, for whoever takes the traced operation apart; without
-        those of the launch (budget, tile, implementation).
+      kernel: The name of the public function, for messages.
+      implementation: The implementation to use, which then fails loudly. None takes
+        `default_implementation`, or if that is None too, the best that can.
+      candidates: The implementations, best first; the last is "xla", which always can.
+      arguments: The arguments of the public function, for whoever takes the traced operation
+        apart; without those of the launch (budget, tile, implementation).
 
     Returns:
-      What the candidate returns.
+      The result of the candidate.
 
     Raises:
-      ValueError: An implementation that this kernel does not have.
-      NotImplementedError: The named implementation cannot.
+      ValueError: The kernel has no such implementation.
+      NotImplementedError: The named implementation cannot do what is asked.
     """
     if implementation is None:
         implementation = default_implementation.value
@@ -57,8 +56,8 @@ def dispatch[Out](
         return as_operation(kernel, lambda: _first(candidates), candidates["xla"], arguments or {})
     if implementation not in candidates:
         raise ValueError(
-            f"{kernel}(implementation={implementation!r}): no such implementation; there are "
-            f"{', '.join(map(repr, candidates))} and None for the best that can; name one of these"
+            f"{kernel}(implementation={implementation!r}): unknown implementation; choices are "
+            f"{', '.join(map(repr, candidates))} and None for the best that can; choose one"
         )
     if implementation == "xla":
         return candidates["xla"]()
@@ -77,20 +76,20 @@ def run_kernel[Out](
     """Answers a call with checked operands, by its kernel or in plain JAX.
 
     Args:
-      kernel: Name of the public function, for messages.
-      launch: Launches the kernel on so many SMs; raises NotImplementedError for what it cannot do.
+      kernel: The name of the public function, for messages.
+      launch: Launches the kernel on so many SMs; raises NotImplementedError if it cannot.
       plain: Computes the same in plain JAX.
-      sm_budget: The caller's, see `check_sm_budget`.
-      implementation: The caller's, see `dispatch`.
+      sm_budget: The caller's budget; see `check_sm_budget`.
+      implementation: The caller's choice; see `dispatch`.
       arguments: See `dispatch`.
 
     Returns:
-      What the one or the other returns.
+      The result of the kernel or of plain JAX.
 
     Raises:
       TypeError: The budget is no integer.
-      ValueError: The budget is more than the device has; an implementation that there is not.
-      NotImplementedError: The named implementation cannot.
+      ValueError: The budget exceeds the device's SMs, or the implementation is unknown.
+      NotImplementedError: The named implementation cannot do what is asked.
     """
     sms = check_sm_budget(kernel, sm_budget)
 
@@ -103,10 +102,10 @@ def run_kernel[Out](
 
 
 def _launch[Out](kernel: str, candidate: Callable[[], Out]) -> Out:
-    """What a kernel that was named returns; on a device that cannot run it, a refusal by name.
+    """Returns the result of a named kernel, or refuses by name on a device that cannot run it.
 
-    While a program is traced for another device than the default one, such as an H200 from a
-    machine without a GPU, nothing is run, and nothing refused.
+    A program that is traced for another device than the default one, such as an H200 from a
+    machine without a GPU, is not run, and therefore not refused.
     """
     if jax.sharding.get_abstract_mesh().abstract_device is None and (
         _default_device().platform == "gpu"
@@ -115,14 +114,14 @@ def _launch[Out](kernel: str, candidate: Callable[[], Out]) -> Out:
     try:
         return candidate()
     except ValueError as error:
-        # What jax says of any kernel on a CPU, unless it interprets it.
+        # jax's message for any kernel on a CPU outside of the interpreter.
         if "interpret mode" in str(error):
             require_hopper(kernel)
         raise
 
 
 def _first[Out](candidates: Mapping[Implementation, Callable[[], Out]]) -> Out:
-    """What the first candidate returns that can do what is asked."""
+    """Returns the result of the first candidate that can do what is asked."""
     *kernels, plain = candidates.values()
     for candidate in kernels:
         with contextlib.suppress(NotImplementedError):
@@ -131,7 +130,7 @@ def _first[Out](candidates: Mapping[Implementation, Callable[[], Out]]) -> Out:
 
 
 def require_hopper(kernel: str) -> None:
-    """Refuses unless the program being traced is for a Hopper GPU.
+    """Raises NotImplementedError unless the program being traced is for a Hopper GPU.
 
     Raises:
       NotImplementedError: The target is no Hopper GPU.
@@ -154,7 +153,7 @@ def targets_cpu() -> bool:
 
 
 def num_sms() -> int:
-    """Returns the SM count of the target GPU, or that of an H200 where there is no GPU."""
+    """Returns the SM count of the target GPU, or of an H200 without a GPU."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.num_cores or HOPPER_SMS
@@ -165,7 +164,7 @@ def num_sms() -> int:
 def check_sm_budget(kernel: str, sm_budget: int | None) -> int:
     """Returns the number of SMs a persistent kernel may fill.
 
-    That is sm_budget; for None `default_sm_budget`, or if that is None too, all of them.
+    This is sm_budget; None stands for `default_sm_budget`, or if that is None too, for all SMs.
 
     Raises:
       TypeError: The budget is no integer.

@@ -1,7 +1,7 @@
 """jax's Mosaic GPU, loaded when a kernel is first traced.
 
-Loading it takes 0.2 s, and most of what imports kernels, on a machine without a GPU above all,
-never traces one. Kernels take `plgpu` from here instead of importing it.
+Loading it takes 0.2 s, and most programs that import kernels, above all on machines without a GPU,
+never trace one. Kernels take `plgpu` from here instead of importing it.
 """
 
 import functools
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Deferred(ModuleType):
-    """A module under its full name that is imported when one of its names is first read."""
+    """A module that is imported when one of its names is first read."""
 
     def __getattr__(self, name: str) -> object:
-        """What the module itself has under a name."""
+        """Returns the value of a name in the module itself."""
         return getattr(_loaded(self.__name__), name)
 
 
 @functools.cache
 def _loaded(name: str) -> ModuleType:
-    """The module; whatever is deferred here lowers kernels, which must have no numbers by then."""
+    """Returns the module, which lowers kernels; their numbers are dropped first."""
     module = importlib.import_module(name)
     importlib.import_module("pallas_kernels.numbering").drop_numbers()
     return module

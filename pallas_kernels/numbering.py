@@ -1,13 +1,13 @@
-"""Equal kernels have equal code, in whatever order and program a process lowers them.
+"""Removes jax's numbers from kernels, so that equal kernels have equal code in every program.
 
 jax numbers the kernels of a process for the names of dump files, and leaves the number in the code
-that it hashes. So a kernel of two programs would be compiled twice, and the key of a program in the
+that it hashes. So a kernel in two programs would be compiled twice, and the key of a program in the
 compilation cache would depend on what was lowered before it.
 """
 
 from jax.experimental.mosaic.gpu import core
 
-# Where jax keeps the number; a kernel without it gets one when it is dumped.
+# The attribute with the number; a kernel without it gets one when it is dumped.
 NUMBER = "mosaic_gpu.dump_basename"
 
 _serialise = core._run_serde_pass

@@ -1,8 +1,8 @@
-"""A kernel as one JAX operation that carries its meaning in plain JAX with it.
+"""A kernel as one JAX operation that carries its meaning in plain JAX.
 
-What looks at a traced program sees one operation with a name, the operands and `plain`, the same
-result as a jaxpr of ordinary primitives, rather than a launch it cannot read. On a GPU the kernel
-runs; on any other platform the plain form does.
+A reader of a traced program sees one operation with a name, the operands and `plain`, a jaxpr of
+ordinary primitives with the same result, instead of an opaque launch. On a GPU the kernel runs; on
+any other platform the plain form does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-# Name of the primitive in a traced program. Its parameters are `name`, that of the public function;
-# `kernel`, a `Kernel`; `plain`, a closed jaxpr of the same operands and results; and `arguments`,
-# those of the public function by name, an `Operand` standing for an array.
+# The name of the primitive in a traced program. Its parameters are `name`, the name of the public
+# function; `kernel`, a `Kernel`; `plain`, a closed jaxpr of the same operands and results; and
+# `arguments`, the arguments of the public function by name, with an `Operand` for each array.
 PRIMITIVE = "pallas_kernel"
 
 _kernel_p = Primitive(PRIMITIVE)
@@ -26,10 +26,10 @@ _kernel_p.multiple_results = True
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An argument of a kernel that is an operand of its operation.
+    """A stand-in for an array among the arguments of a kernel.
 
     Attributes:
-      index: Its place among the operands.
+      index: The index of the array among the operands.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Kernel:
     """A traced launch, equal to no other and always printed alike: its code has no stable text."""
 
     def __init__(self, jaxpr: ClosedJaxpr):
-        """Takes the launch as it was traced, all operands being arguments."""
+        """Takes the traced launch, with all operands as arguments."""
         self._run = jaxpr_as_fun(jaxpr)
 
     def __call__(self, *operands: Array) -> Sequence[Array]:
@@ -47,7 +47,7 @@ class Kernel:
         return self._run(*operands)
 
     def __repr__(self) -> str:
-        """The same for all: what is computed stands in `plain`."""
+        """Returns the same text for all kernels: `plain` shows what is computed."""
         return "Kernel()"
 
 
@@ -60,22 +60,22 @@ def as_operation[Out](
     """Calls a kernel as one operation.
 
     Args:
-      name: Of the public function.
+      name: The name of the public function.
       kernel: Launches the kernel on the arrays that it closes over.
       plain: Computes the same, from the same arrays, in plain JAX.
-      arguments: Of the public function: arrays, and hashable values.
+      arguments: The arguments of the public function: arrays, and hashable values.
 
     Returns:
-      What `kernel` returns, or `plain` where the program is lowered for no GPU. Where nothing is
-      being traced, the kernel is called as it is.
+      The result of `kernel`, or of `plain` in a program that is not lowered for a GPU. Outside of
+      tracing the kernel is called directly.
     """
     launch, out_shape = jax.make_jaxpr(kernel, return_shape=True)()
     meaning, meant_shape = jax.make_jaxpr(plain, return_shape=True)()
     if out_shape != meant_shape:
         raise AssertionError(f"{name}: the kernel gives {out_shape}, plain JAX {meant_shape}")
     given = [x for x in arguments.values() if _is_array(x)]
-    # In an order that does not depend on what the launch does at this shape. Its numpy arrays are
-    # tables made of the shape alone, and no operands: they stay in its code.
+    # The order does not depend on the launch at this shape. The launch's numpy arrays are tables
+    # made from the shape alone; they stay in its code and are no operands.
     captured = [x for x in launch.consts if not isinstance(x, np.ndarray)]
     operands = list({id(x): x for x in (*given, *meaning.consts, *captured)}.values())
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
@@ -91,11 +91,11 @@ def as_operation[Out](
 
 
 def arguments_of(params: Mapping, operands: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of the public function, from an operation's parameters and operands.
+    """Returns the arguments of the public function from an operation's parameters and operands.
 
     Args:
-      params: Of the operation.
-      operands: Its operands, or what stands for them.
+      params: The parameters of the operation.
+      operands: The operands of the operation, or stand-ins for them.
     """
     return {
         name: operands[x.index] if isinstance(x, Operand) else x for name, x in params["arguments"]
@@ -114,7 +114,7 @@ def _named(arguments: Mapping[str, object], operands: Sequence[Any]) -> tuple:
 
 
 def _over(closed: ClosedJaxpr, operands: Sequence[Any]) -> ClosedJaxpr:
-    """The jaxpr with those of the operands as arguments that it closed over, in their order."""
+    """Returns the jaxpr with the operands that it closed over as arguments, in order."""
     places = {id(x): i for i, x in enumerate(operands)}
 
     def run(*operands):
@@ -138,7 +138,7 @@ def _eager(*operands, **params):
 
 def _vmapped(operands, axes, *, name, kernel, plain, arguments):
     mapped, meant = (jax.vmap(f, in_axes=axes) for f in (kernel, jaxpr_as_fun(plain)))
-    # The public function takes no such axis, so the arguments are not its own any more.
+    # The public function takes no such axis, so its arguments are left out.
     results = as_operation(
         f"vmap of {name}", lambda: mapped(*operands), lambda: meant(*operands), {}
     )

@@ -1,7 +1,7 @@
-"""Traced kernels launched anew: how an SM budget that is decided after tracing reaches them.
+"""New launches of traced kernels, for an SM budget that is decided after tracing.
 
-A traced kernel holds its launch as it was made, grid and tile included. Its operation also holds
-the arguments of the public function, which can be called again.
+A traced kernel holds its original launch, with grid and tile. Its operation also holds the
+arguments of the public function, which can be called again.
 """
 
 import inspect
@@ -39,20 +39,20 @@ _FUNCTIONS = {
 def can_relaunch(params: Mapping[str, Any]) -> bool:
     """Whether a kernel operation with these parameters can be launched anew.
 
-    Quantised norms, products of several inputs and kernels under `vmap` cannot: they run as they
-    were traced.
+    Quantised norms, products of several inputs and kernels under `vmap` cannot; they run with their
+    original launch.
     """
     return params["name"] in _FUNCTIONS and bool(params["arguments"])
 
 
 def relaunch(params: Mapping[str, Any], operands: Sequence[Array]) -> list[Array]:
-    """The results of a kernel operation, by a launch of now.
+    """Returns the results of a kernel operation by a new launch.
 
-    `dispatch.default_sm_budget` holds for it as for any call; a tile is chosen anew.
+    The launch respects `dispatch.default_sm_budget` like any call, and chooses its tile anew.
 
     Args:
-      params: Of the operation; `can_relaunch` is true of them.
-      operands: Of the operation.
+      params: The parameters of the operation; `can_relaunch` holds for them.
+      operands: The operands of the operation.
     """
     function = _FUNCTIONS[params["name"]]
     given = arguments_of(params, operands)

@@ -1,8 +1,8 @@
-"""The one tolerance rule by which kernels, and programs of them, are compared with a reference.
+"""The tolerance rule by which kernels, and programs of them, are compared with a reference.
 
-No test states a tolerance of its own. It states what was computed: how many terms were summed, how
-often a value was rounded on the way, how large values are. The rule turns that into an absolute and
-a relative bound.
+No test states a tolerance of its own. It states the computation: the number of summed terms, the
+number of roundings on the way, the size of the values. The rule turns these into an absolute and a
+relative bound.
 """
 
 import math
@@ -30,7 +30,7 @@ def tolerance(
     inner_dtype: DTypeLike | None = None,
     function_error: float = 0.0,
 ) -> Tolerance:
-    """Computes how far a result may lie from a float32 reference made from the same inputs.
+    """Computes the allowed distance of a result from a float32 reference on the same inputs.
 
     relative = eps(dtype): the rounding of the result itself, half an eps, and as much for a tie
     that falls the other way. absolute = magnitude * (eps(f32) * (sqrt(n) + n / 8) + 2 * eps(inner)
@@ -40,11 +40,11 @@ def tolerance(
     one, so that the largest of many elements stays inside.
 
     Args:
-      dtype: Of the result.
+      dtype: The dtype of the result.
       reduction: The number of terms n summed into one element (1: elementwise).
       magnitude: The size of the values, usually the largest absolute value of the reference.
       roundings: The number r of sequential roundings to inner_dtype before the result is formed.
-      inner_dtype: What intermediate values are rounded to; that of the result by default.
+      inner_dtype: The dtype of intermediate values; by default that of the result.
       function_error: Absolute error of an approximated function, as its kernel states it.
 
     Returns:
@@ -93,7 +93,7 @@ def assert_close(
       roundings: See `tolerance`.
       inner_dtype: See `tolerance`.
       function_error: See `tolerance`.
-      name: What is compared, for the message.
+      name: The name of the result, for the message.
 
     Raises:
       AssertionError: The shapes differ, or an element lies outside the bound; names the worst one.
@@ -124,7 +124,7 @@ def assert_close(
 
 
 def _excess(got: np.ndarray, want: np.ndarray, bound: Tolerance) -> np.ndarray:
-    """How far each element lies outside its bound: infinite where only one value is finite."""
+    """Returns each element's distance beyond its bound; infinite if only one value is finite."""
     finite = np.isfinite(want)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""BERT's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""BERT's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,7 +58,7 @@ def _complete(config: BertConfig, fields: Mapping[str, object], keys: frozenset[
         any(key.startswith(f"{part}.") for key in keys) or name in heads
         for part, name in (("pooler", POOLER), (HEAD, MASKED_LM))
     )
-    # With an embedding of its own the head is another model's.
+    # A head with an embedding of its own is not supported.
     is_tied = bool(fields.get("tie_word_embeddings", True))
     return replace(config, pooler=pooler, masked_lm=masked_lm and is_tied)
 

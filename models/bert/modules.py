@@ -35,7 +35,7 @@ from models.segments import segment_bias
 @register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertOutput:
-    """What a BERT encoder returns, under Hugging Face's names.
+    """The output of a BERT encoder, under Hugging Face's names.
 
     Attributes:
       last_hidden_state: Hidden states after the last block.
@@ -67,7 +67,7 @@ class BertEmbeddings(nnx.Module):
     def __call__(
         self, input_ids: Ids, token_type_ids: Ids | None, position_ids: Ids | None = None
     ) -> Float[Array, "B T D"]:
-        """Embeds tokens; token type 0 and positions 0, 1, 2 and so on where none are given."""
+        """Embeds tokens; by default token types are 0 and positions 0, 1, 2 and so on."""
         with jax.named_scope("embeddings"):
             ids = jnp.asarray(input_ids)
             types = jnp.zeros_like(ids) if token_type_ids is None else jnp.asarray(token_type_ids)
@@ -93,7 +93,7 @@ class BertAttention(nnx.Module):
         self.num_heads = config.num_heads
 
     def __call__(self, x: Float[Array, "B T D"], keys: Keys) -> Float[Array, "B T D"]:
-        """Attends over all tokens that count."""
+        """Attends over all tokens but padding."""
         with jax.named_scope("attention"):
             query, key, value = (self._heads(f(x)) for f in (self.query, self.key, self.value))
             context = attention(query, key, value, keys)
@@ -134,7 +134,7 @@ class BertLayer(nnx.Module):
 
 
 class BertMaskedLmHead(nnx.Module):
-    """Linear, activation and norm, then the score of every token by its embedding and a bias."""
+    """Linear, activation and norm, then scores by the tokens' embeddings and a bias."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
@@ -146,7 +146,7 @@ class BertMaskedLmHead(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], embedding: Float[Array, "V D"]
     ) -> Float[Array, "B T V"]:
-        """Scores every token of the vocabulary at every place."""
+        """Scores every token of the vocabulary at every position."""
         with jax.named_scope("masked_lm"):
             scores = logits(self.norm(self.transform(x, activation=self.activation)), embedding)
             return scores + jnp.broadcast_to(self.bias[...], scores.shape)
@@ -159,9 +159,10 @@ class BertModel(nnx.Module):
         """Makes an encoder with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
@@ -228,20 +229,20 @@ class BertModel(nnx.Module):
         attention_mask: Mask | None = None,
         token_type_ids: Ids | None = None,
     ) -> Float[Array, "B T V"]:
-        """Returns the score of every token of the vocabulary at every place of a batch.
+        """Returns the score of every token of the vocabulary at every position of a batch.
 
         Args:
-          input_ids: As in a call of the model.
-          attention_mask: As in a call of the model.
-          token_type_ids: As in a call of the model.
+          input_ids: See `__call__`.
+          attention_mask: See `__call__`.
+          token_type_ids: See `__call__`.
 
         Raises:
-          InputError: There is no such head, or as in a call of the model.
+          InputError: The model has no such head; see also `__call__`.
         """
         if self.masked_lm_head is None:
             raise InputError(
                 "BertModel.masked_lm(): the checkpoint has no tied head for masked tokens;"
-                " one saved as BertForMaskedLM or BertForPreTraining has; load such a one"
+                " those saved as BertForMaskedLM or BertForPreTraining have one; load one of these"
             )
         last = self.hidden_states(input_ids, attention_mask, token_type_ids)[-1]
         return self.masked_lm_head(last, self.embeddings.word.embedding[...])
@@ -256,14 +257,14 @@ class BertModel(nnx.Module):
         """Encodes rows that hold several sequences each, one after another.
 
         Args:
-          input_ids: Tokens; token types are 0.
-          segment_ids: Which sequence of its row a token belongs to.
-          position_ids: Where in its sequence a token stands; NaN comes of one outside the model's.
-          offsets: Where each sequence, and the empty end of each row, begins among the tokens of
-            all rows, and at the end their number.
+          input_ids: Tokens; all have token type 0.
+          segment_ids: The index of each token's sequence in its row.
+          position_ids: The position of each token in its sequence; NaN results beyond the model's.
+          offsets: The start of each sequence, and of the empty end of each row, among the tokens
+            of all rows; the last entry is the number of tokens.
 
         Returns:
-          Hidden states of the last block, of each sequence as if it were alone.
+          Hidden states of the last block, equal to those of each sequence alone.
         """
         keys = Keys(
             by="pallas" if self.kernels.attention == "pallas" else "xla",
@@ -289,7 +290,7 @@ class BertModel(nnx.Module):
 def mask_bias(attention_mask: Mask) -> Float[Array, "B 1 1 T"]:
     """Returns 0 for tokens and the lowest finite f32 for padding.
 
-    A finite value keeps a row without any token uniform instead of NaN.
+    With a finite value a row without any token attends uniformly; -inf would give NaN.
     """
     with jax.named_scope("mask_bias"):
         lowest = jnp.finfo(jnp.float32).min

@@ -1,4 +1,4 @@
-"""BLOOM's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""BLOOM's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from functools import partial
 

@@ -7,7 +7,7 @@ from models.hf_config import ConfigFields
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"BloomForCausalLM": True, "BloomModel": False}
-# How the original code ran, and a length that ALiBi does not bound.
+# Fields of the original code's execution, and a length that ALiBi does not bound.
 WITHOUT_EFFECT = """
     attention_softmax_in_fp32 bias_dropout_fusion is_decoder masked_softmax_fusion offset_alibi
     seq_length skip_bias_add skip_bias_add_qkv slow_but_exact
@@ -68,7 +68,7 @@ class BloomConfig(FamilyConfig):
 
     @classmethod
     def read(cls, reader: ConfigFields) -> "BloomConfig":
-        """Reads the fields under their names of today or those of the first BLOOM files."""
+        """Reads the fields, under today's names or the names of the first BLOOM files."""
         head = ARCHITECTURES[reader.architecture(ARCHITECTURES, "BloomForCausalLM")]
         reader.refuse("apply_residual_connection_post_layernorm")
         reader.refuse("add_cross_attention", "is_encoder_decoder")

@@ -31,7 +31,7 @@ from models.pre_norm import PreNormMlp, run_layers
 
 
 def alibi_slopes(num_heads: int) -> Float[np.ndarray, " N"]:
-    """Returns by how much each head's scores grow per position.
+    """Returns the growth of each head's scores per position.
 
     With p the largest power of two up to the number of heads: 2 ** (-8i / p) for i = 1 to p; the
     heads beyond take every other slope of twice as many heads.
@@ -47,7 +47,7 @@ def alibi_slopes(num_heads: int) -> Float[np.ndarray, " N"]:
 def alibi_bias(
     num_heads: int, length: int, attention_mask: Mask | None
 ) -> Float[Array, "#B N 1 S"]:
-    """Returns what is added to scores: slope times key position, counted from the first token."""
+    """Returns the addend of the scores: slope times key position, counted from the first token."""
     with jax.named_scope("alibi_bias"):
         if attention_mask is None:
             positions = jnp.arange(length, dtype=jnp.float32)[None]
@@ -108,7 +108,7 @@ class BloomLayer(nnx.Module):
 
 
 class BloomModel(CausalDecoder[BloomConfig]):
-    """A BLOOM decoder, with its language model head if it has one."""
+    """A BLOOM decoder, with an optional language model head."""
 
     def __init__(
         self, config: BloomConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -116,9 +116,10 @@ class BloomModel(CausalDecoder[BloomConfig]):
         """Makes a decoder with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config = config
         self.embeddings = BloomEmbeddings(config, dtype=dtype, rngs=rngs)
@@ -165,7 +166,7 @@ class BloomModel(CausalDecoder[BloomConfig]):
     def prompt_keys(
         self, length: int, attention_mask: Mask | None, packing: Packing | None
     ) -> Keys:
-        """Returns which keys the tokens of whole sequences see, and what their positions count."""
+        """Returns the keys that tokens of whole sequences see, and the weight of positions."""
         by = self.kernels.alibi_attention
         if by == "xla":
             alibi = alibi_bias(self.config.num_heads, length, attention_mask)
@@ -175,7 +176,7 @@ class BloomModel(CausalDecoder[BloomConfig]):
 
     @property
     def alibi_slopes(self) -> Float[np.ndarray, " N"]:
-        """By how much each head's scores grow per position."""
+        """The growth of each head's scores per position."""
         return alibi_slopes(self.config.num_heads)
 
     def embed_tokens(

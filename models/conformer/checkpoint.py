@@ -1,6 +1,6 @@
 """The key map of a Conformer encoder, in the names of wav2vec2-conformer's files.
 
-An encoder by itself has no checkpoints; it is a part of those models.
+A bare encoder has no checkpoints; it is a part of these models.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ def encoder_key_map(config: ConformerConfig, theirs: str = "", ours: str = "") -
     """Returns one leaf for every variable of a `ConformerEncoder`.
 
     Args:
-      config: Its configuration.
-      theirs: Prefix of the names of the file.
-      ours: Prefix of the names in the module.
+      config: The configuration of the encoder.
+      theirs: The prefix of the names in the file.
+      ours: The prefix of the names in the module.
     """
     leaves = [*norm(f"{theirs}layer_norm", f"{ours}norm", features=WIDTH)]
     for index in range(config.num_layers):

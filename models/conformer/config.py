@@ -1,4 +1,4 @@
-"""The configuration of Conformer encoders, and what is read alike for all encoders with CTC."""
+"""The configuration of Conformer encoders, and the reading of CTC heads."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ HUGGING_FACE_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
-# What a subclass says of its CTC head; both are 0 without one.
+# Fields of a subclass's CTC head; both are 0 without a head.
 CTC_FIELDS = ("vocab_size", "blank_id")
 
 
@@ -27,17 +27,17 @@ class ConformerConfig:
       embed_dim: Width of the hidden states.
       mlp_dim: Width inside the MLPs.
       num_heads: Attention heads; divides embed_dim.
-      kernel_size: Frames that the depthwise convolution sees at once; odd.
-      positions: Whether attention knows positions by their difference, "relative", or by rotation
-        of what queries and keys are made of, "rotary".
+      kernel_size: Frames in the window of the depthwise convolution; odd.
+      positions: "relative" for scores by difference of positions, "rotary" for a rotation of the
+        input of queries and keys.
       norm_eps: Added to the variance in the LayerNorm after the last block.
-      rotary_base: The slowest wave of rotary positions.
-      activation: Of MLPs and convolution.
+      rotary_base: The base of the frequencies of rotary positions.
+      activation: Activation of MLPs and convolution.
       bias: Whether the Linears of MLPs and attention have biases.
       convolution_bias: Whether the convolution and the Linears around it have biases.
-      masks_convolution: Whether padding is zeros to the convolution of every block, else only to
-        the first block as a whole.
-      final_norm: Whether there is a LayerNorm after the last block, beside the block's own.
+      masks_convolution: Whether padding is zeroed before the convolution of every block; otherwise
+        only before the first block.
+      final_norm: Whether a LayerNorm follows the last block, after the block's own.
     """
 
     num_layers: int
@@ -68,8 +68,8 @@ class ConformerConfig:
             )
         if self.kernel_size % 2 == 0:
             raise ConfigError(
-                f"ConformerConfig: kernel_size is {self.kernel_size}; only an odd one has a middle;"
-                " choose an odd one"
+                f"ConformerConfig: kernel_size is {self.kernel_size}; only an odd number has a"
+                " middle; choose one"
             )
 
     @classmethod
@@ -92,7 +92,7 @@ def read_ctc(
 
     Args:
       reader: The fields of a CTC model, or of an encoder alone.
-      classes: Names of the classes of both.
+      classes: The names of both classes.
       default_blank: Entry of the blank in a file without pad_token_id.
       ignored: Names of fields without effect, of the model and of the encoder.
 

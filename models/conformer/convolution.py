@@ -1,4 +1,4 @@
-"""The convolution of a Conformer block, plain or folded for kernels: inference alone."""
+"""The convolution of a Conformer block for inference, plain or folded for kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from models.layers import ACTIVATIONS, Activation
 from pallas_kernels import depthwise
 from pallas_kernels.gemm import gated_gemm
 
-# Of every norm inside a block, whatever the configuration says of the others.
+# The epsilon of every norm inside a block; the configuration sets that of the others.
 BLOCK_NORM_EPS = 1e-5
 
 
@@ -36,7 +36,7 @@ class BatchNorm(nnx.Module):
         return factor, bias - mean * factor
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normalises every feature by itself, in f32."""
+        """Normalises each feature, in f32."""
         factor, offset = self.affine()
         x = x.astype(jnp.float32)
         return x * jnp.broadcast_to(factor, x.shape) + jnp.broadcast_to(offset, x.shape)
@@ -84,7 +84,7 @@ class ConformerConvolution(nnx.Module):
         self.kernels = PLAIN
 
     def arrange_weights(self) -> None:
-        """Folds the BatchNorm, and cuts value from gate if no bias is in the way of one kernel."""
+        """Folds the BatchNorm, and splits value and gate for one kernel unless they have biases."""
         if self.folded is not None:
             return
         bias = None if self.depthwise_bias is None else self.depthwise_bias[...]
@@ -123,16 +123,16 @@ class ConformerConvolution(nnx.Module):
 
 
 def without_padding(x: Float[Array, "B T D"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns zeros at padding, whatever is there."""
+    """Returns x with zeros at padding."""
     return jnp.where(jnp.broadcast_to(mask[:, :, None], x.shape), x, jnp.zeros_like(x))
 
 
 def depthwise_convolution(
     x: Float[Array, "B T D"], kernel: Float[Array, "width 1 D"]
 ) -> Float[Array, "B T D"]:
-    """Convolves every feature with its own kernel over time; zeros lie before and after.
+    """Convolves every feature with its own kernel over time, with padding by zeros.
 
-    A kernel without a middle sees one frame more after its own than before it.
+    The window of an even kernel has one more frame after its own than before it.
     """
     others = kernel.shape[0] - 1
     return jax.lax.conv_general_dilated(
@@ -146,5 +146,5 @@ def depthwise_convolution(
 
 
 def activate(x: Float[Array, "*B F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Applies an activation in f32, as torch does it for 16-bit values, and casts back."""
+    """Applies an activation in f32, as torch does for 16-bit values, and casts back."""
     return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)

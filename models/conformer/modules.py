@@ -1,6 +1,6 @@
 """Conformer encoders: Gulati et al. 2020, with the details of modeling_wav2vec2_conformer.py.
 
-The input is hidden states; the convolutions that make them of raw audio are in
+The input is hidden states; the convolutions that compute them from raw audio are in
 `models.wav2vec2_conformer`. Not here: dropout, causal convolutions, streaming.
 """
 
@@ -37,7 +37,7 @@ Mask = Integer[Array | np.ndarray, "B T"] | Bool[Array | np.ndarray, "B T"]
 @register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformerOutput:
-    """What a Conformer returns, under Hugging Face's names.
+    """The output of a Conformer, under Hugging Face's names.
 
     Attributes:
       last_hidden_state: Hidden states after the last norm.
@@ -49,7 +49,7 @@ class ConformerOutput:
 
 
 class ConformerMlp(nnx.Module):
-    """Norm, two Linears with an activation between them, and half of it onto the residual."""
+    """Norm, two Linears with an activation between them, and the residual with a factor of 1/2."""
 
     def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
@@ -66,7 +66,7 @@ class ConformerMlp(nnx.Module):
 
 
 class ConformerAttention(nnx.Module):
-    """Norm, bidirectional multi-head attention that knows positions, and residual."""
+    """Norm, bidirectional multi-head attention with relative or rotary positions, and residual."""
 
     def __init__(self, config: ConformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         """Makes the fresh parameters."""
@@ -89,7 +89,7 @@ class ConformerAttention(nnx.Module):
         table: Float[Array, "..."],
         keys: Keys,
     ) -> Float[Array, "B T D"]:
-        """Attends over all frames that count."""
+        """Attends over all frames but padding."""
         with jax.named_scope("attention"):
             inner = self.norm(x)
             rotary = self.positions == "rotary"
@@ -126,7 +126,7 @@ class ConformerAttention(nnx.Module):
         table: Float[Array, "R D"],
         keys: Keys,
     ) -> Float[Array, "B T N H"]:
-        """Attends by the kernel that computes scores by difference, or by cuDNN and a bias."""
+        """Attends by the kernel with scores by difference, or by cuDNN with a bias."""
         heads, size = self.content_bias.shape
         content = self.content_bias[...].reshape(-1)
         if self.query.bias is not None:
@@ -135,7 +135,7 @@ class ConformerAttention(nnx.Module):
         kernel = self.query.kernel[...]
         query = self._heads(gemm(inner, kernel, bias=content, implementation=by))
         rows = self.position(table.astype(inner.dtype)).reshape(-1, heads, size)
-        # The position bias, less the content bias that the query already has.
+        # The query holds the content bias already, so that it is subtracted here.
         biases = (self.position_bias, self.content_bias)
         position, content = (bias[...].astype(jnp.float32) for bias in biases)
         rest = position - content
@@ -196,7 +196,7 @@ class ConformerLayer(nnx.Module):
 
 
 class ConformerEncoder(nnx.Module):
-    """Conformer blocks, and a norm if there is one, for inference."""
+    """Conformer blocks and an optional norm, for inference."""
 
     def __init__(
         self, config: ConformerConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -204,9 +204,10 @@ class ConformerEncoder(nnx.Module):
         """Makes an encoder with fresh weights.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         blocks = [ConformerLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
@@ -223,7 +224,7 @@ class ConformerEncoder(nnx.Module):
         Args:
           hidden_states: The frames.
           attention_mask: 1 for frames, 0 for padding on the right (its outputs mean nothing, and
-            to the first block it is zeros); None = all 1.
+            it is zeroed before the first block); None = all 1.
 
         Returns:
           Hidden states after the last norm.
@@ -262,7 +263,7 @@ class ConformerEncoder(nnx.Module):
     def _positions(self, length: int) -> Float[Array, "..."]:
         config = self.config
         if config.positions == "relative":
-            # Kernels copy an odd number of rows, so they get one that no query meets.
+            # Kernels would copy an odd number of rows, so they get one more, which no query meets.
             spare = 0 if self.kernels.attention == "xla" else 1
             return relative_table(length, config.embed_dim, spare=spare)
         return rotary_table(length, config.embed_dim // config.num_heads, config.rotary_base)

@@ -1,4 +1,4 @@
-"""How Conformer attention knows positions: by a table of differences, or by rotation.
+"""The positions of Conformer attention: a table of differences, or a rotation.
 
 Both tables are computed in f32 for the length at hand; nothing is stored.
 """
@@ -6,7 +6,7 @@ Both tables are computed in f32 for the length at hand; nothing is stored.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# The slowest wave of the table of differences.
+# The base of the frequencies of the table of differences.
 RELATIVE_BASE = 10000.0
 
 
@@ -14,9 +14,9 @@ def relative_table(length: int, features: int, *, spare: int = 0) -> Float[Array
     """Returns sin at even and cos at odd features for the differences length - 1 to 1 - length.
 
     Args:
-      length: Of the sequences.
-      features: Of a row; even.
-      spare: Number of rows more, for the differences that follow.
+      length: The length of the sequences.
+      features: The number of features of a row; even.
+      spare: The number of further rows, for the differences that follow.
     """
     exponents = jnp.arange(0, features, 2).astype(jnp.float32) / features
     differences = jnp.arange(length - 1, -length - spare, -1).astype(jnp.float32)
@@ -27,8 +27,8 @@ def relative_table(length: int, features: int, *, spare: int = 0) -> Float[Array
 def shift(scores: Float[Array, "B N T R"]) -> Float[Array, "B N T T"]:
     """Turns scores by difference into scores by key: out[i, j] = scores[i, T - 1 - i + j].
 
-    A column in front makes the rows one longer, so that cut anew into rows of the old length each
-    starts one further to the left than the row above. Source: Dai et al. 2019, appendix B.
+    A column in front makes the rows longer by one. Reshaped to rows of the old length, each row
+    starts one column further to the left than the row above. Source: Dai et al. 2019, appendix B.
     """
     *lead, length, rows = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (1, 0)))
@@ -43,21 +43,21 @@ def relative_bias(
     *,
     chunk: int = 128,
 ) -> Float[Array, "B N T T"]:
-    """Returns (query + rest) . row of the difference, by key: what `shift` makes of all rows.
+    """Returns (query + rest) . row of the difference, by key; equals `shift` of the scores by row.
 
     A chunk of queries meets T + chunk differences, not all 2 T, so that for long sequences the
     scores by difference are half as large.
 
     Args:
       query: Queries.
-      rows: For the differences T - 1 to 1 - T; more are not read.
+      rows: Rows for the differences T - 1 to 1 - T; further rows are not read.
       rest: Added to every query.
-      chunk: Queries that share the rows they meet; all, if it does not divide T.
+      chunk: The number of queries that share their rows; all queries if it does not divide T.
     """
     batch_size, length, heads, _ = query.shape
     chunk = chunk if length % chunk == 0 else length
     starts = range(length - chunk, -1, -chunk)
-    # One row in front of each window, of which nothing is kept, takes the place of shift's column.
+    # One row in front of each window, which is dropped later, replaces the column of `shift`.
     padded = jnp.pad(rows, ((1, 0), (0, 0), (0, 0)))
     windows = jnp.stack([padded[start : start + length + chunk] for start in starts])
     cut = query.reshape(batch_size, -1, chunk, *query.shape[2:])
@@ -71,7 +71,7 @@ def relative_bias(
 
 
 def rotary_table(length: int, head_dim: int, base: float) -> Float[Array, "2 T half"]:
-    """Returns cos and sin of the angle that each pair of features is turned by at each position."""
+    """Returns cos and sin of the rotation angle of each pair of features at each position."""
     exponents = jnp.arange(0, head_dim, 2).astype(jnp.float32) / head_dim
     angles = jnp.outer(jnp.arange(length).astype(jnp.float32), base**-exponents)
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
@@ -80,7 +80,7 @@ def rotary_table(length: int, head_dim: int, base: float) -> Float[Array, "2 T h
 def rotate(
     x: Float[Array, "B T D"], table: Float[Array, "2 T half"], num_heads: int
 ) -> Float[Array, "B T D"]:
-    """Turns the pairs (i, i + H / 2) of the features of every head, in f32."""
+    """Rotates the pairs (i, i + H / 2) of the features of every head, in f32."""
     heads = x.reshape(*x.shape[:2], num_heads, -1).astype(jnp.float32)
     first, second = jnp.split(heads, 2, axis=-1)
     cos, sin = (jnp.broadcast_to(wave[:, None, :], first.shape) for wave in (table[0], table[1]))

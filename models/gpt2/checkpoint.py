@@ -1,4 +1,4 @@
-"""GPT-2's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""GPT-2's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from flax import nnx
 

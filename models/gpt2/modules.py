@@ -40,7 +40,7 @@ class GPT2Embeddings(nnx.Module):
         self.position = embed(config.max_seq_len, config.embed_dim, dtype, rngs)
 
     def __call__(self, input_ids: Ids, position_ids: Ids | None) -> Float[Array, "B T D"]:
-        """Embeds tokens; positions 0, 1, 2 and so on where none are given."""
+        """Embeds tokens; the default positions are 0, 1, 2 and so on."""
         with jax.named_scope("embeddings"):
             x = look_up(self.word, jnp.asarray(input_ids))
             if position_ids is not None:
@@ -84,15 +84,16 @@ class GPT2Layer(nnx.Module):
 
 
 class GPT2Model(CausalDecoder[GPT2Config]):
-    """A GPT-2 decoder, with its language model head if it has one."""
+    """A GPT-2 decoder, with an optional language model head."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         """Makes a decoder with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config = config
         self.embeddings = GPT2Embeddings(config, dtype=dtype, rngs=rngs)
@@ -153,9 +154,9 @@ class GPT2Model(CausalDecoder[GPT2Config]):
         return self.embeddings(input_ids, position_ids)
 
     def arrange_weights(self) -> None:
-        """Lengthens the table that the head multiplies to a multiple of what products want."""
+        """Lengthens the table of the head to a multiple of 64 rows, as products want it."""
         if self.config.lm_head:
-            # XLA pads a product to multiples of 8 itself, by a copy of the table in every call.
+            # Otherwise XLA pads to multiples of 8 by a copy of the table in every call.
             lengthen(self.embeddings.word if self.head is None else self.head, 64)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"] | None:

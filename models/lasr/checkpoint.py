@@ -1,4 +1,4 @@
-"""LASR's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""LASR's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -98,7 +98,7 @@ def _token_mask(config: LasrConfig, inputs: Mapping[str, np.ndarray]) -> np.ndar
     return None if mask is None else np.asarray(frame_mask(config, mask))
 
 
-# For an encoder alone too, model_type lasr_encoder, whose files lack the prefix.
+# This also serves an encoder alone, model_type lasr_encoder, whose files lack the prefix.
 FAMILY = Family(
     model_type="lasr_ctc",
     config=LasrConfig,

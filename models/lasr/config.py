@@ -13,7 +13,7 @@ from models.rotary import Rotary, read_rotary
 
 ARCHITECTURES = ("LasrForCTC", "LasrEncoder")
 NUM_CONVOLUTIONS = 2
-# Positions of any number are rotated: max_position_embeddings bounds nothing.
+# Rotary positions have no limit: max_position_embeddings has no effect.
 WITHOUT_EFFECT = """
     activation_dropout batch_norm_momentum ctc_loss_reduction ctc_zero_infinity dropout
     dropout_positions layerdrop max_position_embeddings
@@ -29,21 +29,21 @@ class LasrConfig(FamilyConfig):
       embed_dim: Width of the hidden states.
       mlp_dim: Width inside the MLPs.
       num_heads: Attention heads of an even size; divides embed_dim.
-      kernel_size: Frames that the depthwise convolution sees at once; an even one sees one more
-        after a frame than before it.
+      kernel_size: Frames in the window of the depthwise convolution; an even window has one more
+        frame after its own than before it.
       norm_eps: Added to the variance in every LayerNorm.
       num_mels: Bins of the spectrogram.
       num_channels: Channels after the second of the two strided convolutions.
-      subsampling_kernel: Frames that each of them sees at once.
-      subsampling_stride: How far each moves.
-      mlp_residual: What an MLP's input and its output are multiplied by before they are added.
-      convolution_residual: The same of the convolution.
+      subsampling_kernel: Frames in the window of each of these convolutions.
+      subsampling_stride: Frames between neighbouring windows.
+      mlp_residual: Factors of an MLP's input and output in their sum.
+      convolution_residual: Factors of the convolution's input and output in their sum.
       rotary_base: Base of the frequencies of rotary positions.
-      activation: Of MLPs and convolution.
+      activation: Activation of MLPs and convolution.
       bias: Whether the Linears of MLPs and attention have biases.
       convolution_bias: Whether the convolution and the Linears around it have biases.
       vocab_size: Entries of the CTC head; 0 for a model without one.
-      blank_id: Which of them is CTC's blank.
+      blank_id: The entry of CTC's blank.
     """
 
     num_layers: int
@@ -128,14 +128,14 @@ class LasrConfig(FamilyConfig):
 
 
 def count_frames[N: (int, Array)](config: LasrConfig, length: N) -> N:
-    """Returns how many frames the convolutions make of so many; below 1 where there are too few."""
+    """Returns the number of frames after the convolutions; below 1 if the input is too short."""
     for _ in range(NUM_CONVOLUTIONS):
         length = (length - config.subsampling_kernel) // config.subsampling_stride + 1
     return length
 
 
 def least_frames(config: LasrConfig) -> int:
-    """Returns the fewest frames of a spectrogram that make one."""
+    """Returns the number of spectrogram frames that give one frame."""
     length = 1
     for _ in range(NUM_CONVOLUTIONS):
         length = (length - 1) * config.subsampling_stride + config.subsampling_kernel

@@ -1,7 +1,7 @@
 """LASR: a Conformer with rotary positions on mel spectrograms, as in modeling_lasr.py.
 
-It differs from `models.conformer` in what the residuals are weighted by, in norms without bias, in
-an even convolution and in the rotation, which acts on queries and keys. Not here: the spectrogram,
+It differs from `models.conformer` in weighted residuals, norms without bias, an even convolution,
+and a rotation that acts on queries and keys. Not here: the spectrogram,
 decoding of the logits.
 """
 
@@ -34,7 +34,7 @@ MelMask = Integer[Array | np.ndarray, "B frames"] | Bool[Array | np.ndarray, "B 
 
 
 class StridedConvolution(nnx.Module):
-    """A convolution over time with a stride, and ReLU; nothing lies before and after."""
+    """A convolution over time with a stride and without padding, and ReLU."""
 
     def __init__(
         self, inputs: int, outputs: int, config: LasrConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
@@ -47,7 +47,7 @@ class StridedConvolution(nnx.Module):
         self.stride = config.subsampling_stride
 
     def __call__(self, x: Float[Array, "B frames C"]) -> Float[Array, "B T D"]:
-        """Applies both."""
+        """Applies the convolution and the ReLU."""
         numbers = ("NWC", "WIO", "NWC")
         y = jax.lax.conv_general_dilated(
             x, self.kernel[...], (self.stride,), "VALID", dimension_numbers=numbers
@@ -106,7 +106,7 @@ class LasrAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], table: RotaryTable, keys: Keys
     ) -> Float[Array, "B T D"]:
-        """Attends over all frames that count."""
+        """Attends over all frames but padding."""
         with jax.named_scope("attention"):
             inner = self.norm(x)
             heads = (*x.shape[:2], self.num_heads, -1)
@@ -135,7 +135,7 @@ class LasrConvolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None
     ) -> Float[Array, "B T D"]:
-        """Mixes neighbouring frames; padding is zeros to them."""
+        """Mixes neighbouring frames; padding counts as zeros."""
         with jax.named_scope("convolution"):
             kept, added = self.residual
             inner, gate = jnp.split(self.gated(self.norm(x)), 2, axis=-1)
@@ -182,9 +182,10 @@ class LasrModel(nnx.Module):
         """Makes a model with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.subsampling = LasrSubsampling(config, dtype=dtype, rngs=rngs)
@@ -205,7 +206,7 @@ class LasrModel(nnx.Module):
           attention_mask: 1 for frames, 0 for padding, which must be on the right; None = all 1.
 
         Returns:
-          Hidden states and scores of every frame; those of padding, which `frame_mask` tells, mean
+          Hidden states and scores of every frame; those of padding, which `frame_mask` marks, mean
           nothing.
 
         Raises:
@@ -243,10 +244,10 @@ class LasrModel(nnx.Module):
 
 
 def frame_mask(config: LasrConfig, attention_mask: MelMask) -> Bool[Array, "B T"]:
-    """Returns which frames the convolutions make of a row's own alone, given which those are.
+    """Returns the mask of the frames that the convolutions compute from a row's own frames alone.
 
     Args:
-      config: Of the model.
+      config: The configuration of the model.
       attention_mask: 1 for frames of the spectrogram, 0 for padding on the right.
     """
     mask = jnp.asarray(attention_mask) != 0
@@ -262,11 +263,11 @@ def check_mels(config: LasrConfig, shape: tuple[int, ...], mask: tuple[int, ...]
     if len(shape) != 3 or shape[2] != config.num_mels:
         raise InputError(
             f"LasrModel(input_features): shape is {shape}; [batch, frames, {config.num_mels}] is"
-            " needed; give frames of so many bins"
+            f" needed; give frames of {config.num_mels} bins"
         )
     if shape[1] < (least := least_frames(config)):
         raise InputError(
-            f"LasrModel(input_features): {shape[1]} frames; the first frame is made of {least};"
+            f"LasrModel(input_features): {shape[1]} frames; the first output needs {least};"
             " pad the audio"
         )
     if mask is not None and mask != shape[:2]:

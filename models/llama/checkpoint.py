@@ -1,4 +1,4 @@
-"""LLaMA's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""LLaMA's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from functools import partial
 

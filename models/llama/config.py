@@ -26,7 +26,7 @@ class LlamaConfig(FamilyConfig):
       max_seq_len: The longest sequence.
       norm_eps: Added to the mean square in every RMSNorm.
       rope_theta: Base of the rotary frequencies.
-      rope_factor: What llama3's scaling divides low frequencies by; 1 leaves all as they are.
+      rope_factor: The divisor of low frequencies in llama3's scaling; 1 leaves all as they are.
       rope_low: Wavelengths above rope_original_len / rope_low are divided in full.
       rope_high: Wavelengths below rope_original_len / rope_high are kept.
       rope_original_len: The longest sequence before scaling.
@@ -95,12 +95,12 @@ class LlamaConfig(FamilyConfig):
 
     @classmethod
     def llama31_8b(cls) -> "LlamaConfig":
-        """LLaMA 3.1 8B: that of LLaMA 3 with rope scaling for 131,072 tokens."""
+        """LLaMA 3.1 8B: LLaMA 3 8B with rope scaling for 131,072 tokens."""
         return replace(cls.llama3_8b(), max_seq_len=131072, rope_factor=8.0)
 
     @classmethod
     def llama31_70b(cls) -> "LlamaConfig":
-        """LLaMA 3.1 70B: that of LLaMA 3 with rope scaling for 131,072 tokens."""
+        """LLaMA 3.1 70B: LLaMA 3 70B with rope scaling for 131,072 tokens."""
         return replace(cls.llama3_70b(), max_seq_len=131072, rope_factor=8.0)
 
     @classmethod

@@ -50,7 +50,7 @@ class LlamaNorm(nnx.Module):
         return normal * self.scale[...][None, None]
 
     def fold_into(self, *linears: Linear) -> FoldedNorm:
-        """Folds the norm into all Linears that read it, and returns what takes its place."""
+        """Folds the norm into all Linears that read it, and returns its replacement."""
         return fold(linears, self.scale[...], None, eps=self.eps, centred=False)
 
 
@@ -70,25 +70,25 @@ class LlamaAttention(PreNorm):
         self.ends = (config.num_heads * size, (config.num_heads + config.num_kv_heads) * size)
 
     def arrange_weights(self) -> None:
-        """Joins the weights of query, key and value: few rows do not fill a GPU with each alone."""
+        """Joins query, key and value, as one product alone does not fill a GPU with few rows."""
         if self.query_key_value is None:
             self.query_key_value = joined([self.query, self.key, self.value])
             del self.query, self.key, self.value
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         joined = self.query_key_value
         readers = [self.query, self.key, self.value] if joined is None else [joined]
         return Products(readers, self.output)
 
     def __call__(self, x: Hidden, table: RotaryTable, keys: Keys) -> Hidden:
-        """Attends over the keys that a token sees."""
+        """Attends over the keys that each token sees."""
         with jax.named_scope("attention"):
             query, key, value = self.heads(x, table)
             return self.join(x, attention(query, key, value, keys))
 
     def heads(self, x: Hidden, table: RotaryTable) -> Heads:
-        """Returns query, key and value of every head, the first two turned to their positions."""
+        """Returns query, key and value of every head, with query and key rotated."""
         normal = self.normalise(x)
         parts = [f.after_norm(normal) for f in self.products().readers]
         if self.query_key_value is not None:
@@ -97,7 +97,7 @@ class LlamaAttention(PreNorm):
         return table.rotate(query), table.rotate(key), value
 
     def join(self, x: Hidden, context: Float[Array, "B T N H"]) -> Hidden:
-        """Adds what the heads have read to the hidden states."""
+        """Projects the output of the heads and adds it to the hidden states."""
         return self.output.add_to(x, context.reshape(*x.shape[:2], -1))
 
 
@@ -112,7 +112,7 @@ class LlamaMlp(PreNorm):
         self.down = linear(config.mlp_dim, config.embed_dim, dtype, rngs, use_bias=False)
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         return Products([self.gate, self.up], self.down)
 
     def __call__(self, x: Hidden) -> Hidden:
@@ -135,7 +135,7 @@ class LlamaLayer(nnx.Module):
 
 
 class LlamaModel(CausalDecoder[LlamaConfig]):
-    """A LLaMA decoder, with its language model head if it has one."""
+    """A LLaMA decoder, with an optional language model head."""
 
     def __init__(
         self, config: LlamaConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs
@@ -143,10 +143,10 @@ class LlamaModel(CausalDecoder[LlamaConfig]):
         """Makes a decoder with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores, softmax and rotary tables are computed
-            in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores, softmax and rotary tables are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config = config
         self.embeddings = embed(config.vocab_size, config.embed_dim, dtype, rngs)

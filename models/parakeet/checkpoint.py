@@ -1,4 +1,4 @@
-"""Parakeet's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""Parakeet's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -115,7 +115,7 @@ def _token_mask(config: ParakeetConfig, inputs: Mapping[str, np.ndarray]) -> np.
     return None if mask is None else np.asarray(frame_mask(config, mask))
 
 
-# For an encoder alone too, model_type parakeet_encoder, whose files lack the prefix.
+# This also serves an encoder alone, model_type parakeet_encoder, whose files lack the prefix.
 FAMILY = Family(
     model_type="parakeet_ctc",
     config=ParakeetConfig,

@@ -17,18 +17,18 @@ WITHOUT_EFFECT = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParakeetConfig(ConformerConfig, FamilyConfig):
-    """Sizes and constants of a Conformer and of the strided convolutions in front of it.
+    """Sizes and constants of a Conformer and of the strided convolutions before it.
 
     Attributes:
       num_mels: Bins of the spectrogram.
       num_convolutions: Strided convolutions over time and bins.
-      num_channels: Channels of each.
-      subsampling_kernel: Frames and bins that each sees at once.
-      subsampling_stride: How far each moves.
-      max_seq_len: The most frames after them.
-      scale_input: Whether what they give is multiplied by the root of embed_dim.
+      num_channels: Channels of each convolution.
+      subsampling_kernel: Frames and bins in the window of each convolution.
+      subsampling_stride: Frames, and bins, between neighbouring windows.
+      max_seq_len: The most frames after the convolutions.
+      scale_input: Whether the output of the convolutions is scaled by the root of embed_dim.
       vocab_size: Entries of the CTC head; 0 for a model without one.
-      blank_id: Which of them is CTC's blank.
+      blank_id: The entry of CTC's blank.
     """
 
     num_mels: int
@@ -47,9 +47,9 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
         factor = self.subsampling_stride**self.num_convolutions
         if count_frames(self, self.num_mels) * factor != self.num_mels:
             raise ConfigError(
-                f"ParakeetConfig: num_mels is {self.num_mels}, of which the convolutions make"
+                f"ParakeetConfig: num_mels is {self.num_mels}, which the convolutions reduce to"
                 f" {count_frames(self, self.num_mels)}; a {factor}th of it is needed;"
-                " choose a multiple"
+                f" choose a multiple of {factor}"
             )
 
     @classmethod
@@ -120,7 +120,7 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
 def count_frames[N: (int, Array)](
     config: ParakeetConfig, length: N, strides: int | None = None
 ) -> N:
-    """Returns how many frames, or bins, the convolutions make of so many; `strides` of them."""
+    """Returns the number of frames, or bins, after all or the first `strides` convolutions."""
     padding = (config.subsampling_kernel - 1) // 2 * 2
     for _ in range(config.num_convolutions if strides is None else strides):
         length = (length + padding - config.subsampling_kernel) // config.subsampling_stride + 1

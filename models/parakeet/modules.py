@@ -1,6 +1,6 @@
 """Parakeet: a Fast Conformer on mel spectrograms, as in Hugging Face's modeling_parakeet.py.
 
-Strided convolutions stand before the encoder of `models.conformer`, a CTC head may follow it.
+Strided convolutions precede the encoder of `models.conformer`; a CTC head may follow it.
 Source: Rekesh et al. 2023. Not here: the spectrogram, transducer heads, decoding of the logits.
 """
 
@@ -32,7 +32,7 @@ class StridedConvolution(nnx.Module):
         self.stride = config.subsampling_stride
 
     def __call__(self, x: Float[Array, "B frames mels C"]) -> Float[Array, "B T F D"]:
-        """Applies the convolution; zeros lie around."""
+        """Applies the convolution with padding by zeros."""
         kernel = self.kernel[...]
         side = (kernel.shape[0] - 1) // 2
         y = jax.lax.conv_general_dilated(
@@ -62,7 +62,7 @@ class ParakeetSubsampling(nnx.Module):
     def __call__(
         self, x: Float[Array, "B frames mels"], mask: Bool[Array, "B frames"] | None
     ) -> Float[Array, "B T D"]:
-        """Makes hidden states of spectrograms; padding is zeros to every convolution but one."""
+        """Turns spectrograms into hidden states; padding is zeroed after every convolution."""
         x = self.strided[0](x[..., None])
         x = jax.nn.relu(self._masked(x, mask, 1))
         steps = zip(self.strided[1:], self.pointwise, strict=True)
@@ -89,9 +89,10 @@ class ParakeetModel(nnx.Module):
         """Makes a model with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.subsampling = ParakeetSubsampling(config, dtype=dtype, rngs=rngs)
@@ -109,7 +110,7 @@ class ParakeetModel(nnx.Module):
           attention_mask: 1 for frames, 0 for padding, which must be on the right; None = all 1.
 
         Returns:
-          Hidden states and scores of every frame; those of padding, which `frame_mask` tells, mean
+          Hidden states and scores of every frame; those of padding, which `frame_mask` marks, mean
           nothing.
 
         Raises:
@@ -139,12 +140,12 @@ class ParakeetModel(nnx.Module):
 def frame_mask(
     config: ParakeetConfig, attention_mask: MelMask, strides: int | None = None
 ) -> Bool[Array, "B T"]:
-    """Returns which frames the convolutions make of a row's own, given which those are.
+    """Returns the mask of the frames that the convolutions compute from a row's own frames.
 
     Args:
-      config: Of the model.
+      config: The configuration of the model.
       attention_mask: 1 for frames of the spectrogram, 0 for padding on the right.
-      strides: After how many of the convolutions; None = all.
+      strides: The number of convolutions applied; None = all.
     """
     mask = jnp.asarray(attention_mask) != 0
     num_frames = count_frames(config, mask.shape[1], strides)
@@ -161,7 +162,7 @@ def check_mels(
     if len(shape) != 3 or shape[2] != config.num_mels or not shape[1]:
         raise InputError(
             f"ParakeetModel(input_features): shape is {shape}; [batch, frames, {config.num_mels}]"
-            " is needed; give at least one frame of so many bins"
+            f" is needed; give at least one frame of {config.num_mels} bins"
         )
     if (frames := count_frames(config, shape[1])) > config.max_seq_len:
         raise InputError(

@@ -1,4 +1,4 @@
-"""ViT's checkpoints: key map, what files may hold besides, a fixed forward pass for checks."""
+"""ViT's checkpoints: key map, unused tensors, a fixed forward pass for checks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -91,7 +91,7 @@ FAMILY = Family(
     leaves=key_map,
     prefix="vit.",
     base=("embeddings", "encoder", "layernorm", "pooler"),
-    # A pooler is left out only where the class has no use for one.
+    # A pooler is dropped only for classes without use for one.
     dropped=(Dropped(label="pooler", pattern=r"pooler\.dense\.(weight|bias)"),),
     ties=(),
     example=_example,

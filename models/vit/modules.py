@@ -29,10 +29,10 @@ Pixels = Float[Array | np.ndarray, "B C height width"]
 @register_output
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViTOutput:
-    """What a Vision Transformer returns, under Hugging Face's names.
+    """The output of a Vision Transformer, under Hugging Face's names.
 
     Attributes:
-      last_hidden_state: Hidden states after the last norm, first the class token's.
+      last_hidden_state: Hidden states after the last norm; the class token is the first.
       pooler_output: tanh of a Linear on the class token; None without a pooler.
       logits: Scores of the labels; None without a classification head.
     """
@@ -55,7 +55,7 @@ class ViTEmbeddings(nnx.Module):
         self.kernels = PLAIN
 
     def __call__(self, pixel_values: Pixels, length: int) -> Float[Array, "B T D"]:
-        """Embeds images, row by row of patches; zeros follow up to the length."""
+        """Embeds images, patch row by patch row, padded with zeros to the length."""
         with jax.named_scope("embeddings"):
             kernel, bias = self.kernel[...], self.bias[...]
             pixels = jnp.asarray(pixel_values).astype(kernel.dtype)
@@ -66,8 +66,8 @@ class ViTEmbeddings(nnx.Module):
             else:
                 x = jnp.einsum("BPF,FD->BPD", patches, kernel)
                 x = x + jnp.broadcast_to(bias, x.shape)
-            # The class token goes into the table: adding zeros in front is one pass, as joining is
-            # not.
+            # The class token is added to the table: padding with zeros in front is one pass, and
+            # concatenation is not.
             table = jnp.concatenate(
                 [self.position[0, :1] + self.cls_token[0], self.position[0, 1:]]
             )
@@ -90,7 +90,7 @@ class ViTAttention(PreNorm):
         self.num_heads = config.num_heads
 
     def products(self) -> Products:
-        """Returns the products before and after which norms can be folded."""
+        """Returns the products that norms can be folded into."""
         return Products([self.query, self.key, self.value], self.output)
 
     def __call__(self, x: Hidden, keys: Keys) -> Hidden:
@@ -128,15 +128,16 @@ class ViTLayer(nnx.Module):
 
 
 class ViTModel(nnx.Module):
-    """A Vision Transformer for inference, with a pooler or a classification head if it has one."""
+    """A Vision Transformer for inference, with an optional pooler or classification head."""
 
     def __init__(self, config: ViTConfig, *, dtype: DTypeLike = "float32", rngs: nnx.Rngs) -> None:
         """Makes a model with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config = config
         self.embeddings = ViTEmbeddings(config, dtype=dtype, rngs=rngs)
@@ -153,10 +154,10 @@ class ViTModel(nnx.Module):
 
         Args:
           pixel_values: Images as [batch, channels, height, width], each channel already shifted
-            and scaled as the checkpoint's preprocessor_config.json says.
+            and scaled by the checkpoint's preprocessor_config.json.
 
         Returns:
-          Hidden states of every token and what the heads make of the first one.
+          Hidden states of every token, and the heads' output for the first one.
 
         Raises:
           InputError: The images have another shape than the model's.
@@ -190,7 +191,7 @@ class ViTModel(nnx.Module):
         padding = -length % 8
         by = self.kernels.ragged_attention if padding else self.kernels.attention
         if by == "pallas" and padding:
-            # Once here, or the kernel would copy queries, keys and values in every layer.
+            # Padded once here; the kernel would copy queries, keys and values in every layer.
             lengths = jnp.full(pixel_values.shape[0], length, jnp.int32)
             length += padding
         keys = Keys(by=by, lengths=lengths)

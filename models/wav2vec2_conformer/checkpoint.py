@@ -1,4 +1,4 @@
-"""wav2vec2-conformer's checkpoints: key map, what files may hold besides, a fixed forward pass."""
+"""wav2vec2-conformer's checkpoints: key map, unused tensors, a fixed forward pass."""
 
 from collections.abc import Mapping
 

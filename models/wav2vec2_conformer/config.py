@@ -13,7 +13,7 @@ from models.layers import ACTIVATIONS, Activation
 
 CTC, FEATURES = "Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerModel"
 ARCHITECTURES = (CTC, FEATURES, "Wav2Vec2ConformerForPreTraining")
-# Of training and of heads that are not read.
+# Fields of training and of unsupported heads.
 WITHOUT_EFFECT = """
     activation_dropout adapter_kernel_size adapter_stride apply_spec_augment
     classifier_proj_size codevector_dim conformer_conv_dropout contrastive_logits_temperature
@@ -30,18 +30,18 @@ WITHOUT_EFFECT = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wav2Vec2ConformerConfig(ConformerConfig, FamilyConfig):
-    """Sizes and constants of a Conformer and of the convolutions in front of it.
+    """Sizes and constants of a Conformer and of the convolutions before it.
 
     Attributes:
       conv_dims: Channels of each convolution over the audio.
-      conv_kernels: Samples or frames that each sees at once.
-      conv_strides: How far each moves.
-      conv_bias: Whether they have biases.
-      conv_norm: A LayerNorm after each, "layer", or after the first a norm of every channel over
-        time, "group".
-      conv_activation: After each of them.
+      conv_kernels: Samples or frames in the window of each convolution.
+      conv_strides: Samples or frames between neighbouring windows of each convolution.
+      conv_bias: Whether the convolutions have biases.
+      conv_norm: "layer" for a LayerNorm after each convolution, "group" for a norm of every channel
+        over time after the first one.
+      conv_activation: Activation after each convolution.
       vocab_size: Entries of the CTC head; 0 for a model without one.
-      blank_id: Which of them is CTC's blank.
+      blank_id: The entry of CTC's blank.
     """
 
     conv_dims: tuple[int, ...]
@@ -136,14 +136,14 @@ class Wav2Vec2ConformerConfig(ConformerConfig, FamilyConfig):
 
 
 def count_frames[N: (int, Array)](config: Wav2Vec2ConformerConfig, samples: N) -> N:
-    """Returns how many frames the convolutions make of so many samples."""
+    """Returns the number of frames after the convolutions over so many samples."""
     for kernel, stride in zip(config.conv_kernels, config.conv_strides, strict=True):
         samples = (samples - kernel) // stride + 1
     return samples
 
 
 def least_samples(config: Wav2Vec2ConformerConfig) -> int:
-    """Returns how many samples make one frame."""
+    """Returns the number of samples that give one frame."""
     samples = 1
     for kernel, stride in reversed(
         list(zip(config.conv_kernels, config.conv_strides, strict=True))

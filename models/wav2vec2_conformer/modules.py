@@ -1,6 +1,6 @@
 """wav2vec2-conformer: a Conformer on raw audio, as in modeling_wav2vec2_conformer.py.
 
-Convolutions over samples stand before the encoder of `models.conformer`, a CTC head may follow it.
+Convolutions over samples precede the encoder of `models.conformer`; a CTC head may follow it.
 Not here: pretraining heads, adapters, decoding of the logits.
 """
 
@@ -26,7 +26,7 @@ AudioMask = Integer[Array | np.ndarray, "B samples"] | Bool[Array | np.ndarray, 
 
 
 class ChannelNorm(nnx.Module):
-    """Normalises every channel of every row by itself over time: GroupNorm, one channel a group."""
+    """Normalises each channel of each row over time: GroupNorm with one channel a group."""
 
     def __init__(self, features: int, *, eps: float, dtype: DTypeLike) -> None:
         """Makes the fresh parameters."""
@@ -44,7 +44,7 @@ class ChannelNorm(nnx.Module):
 
 
 class AudioConvolution(nnx.Module):
-    """A convolution over time without padding, a norm where there is one, and an activation."""
+    """A convolution over time without padding, an optional norm, and an activation."""
 
     def __init__(
         self, config: Wav2Vec2ConformerConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs
@@ -111,9 +111,10 @@ class Wav2Vec2ConformerModel(nnx.Module):
         """Makes a model with fresh weights; `models.load` makes one with a checkpoint's.
 
         Args:
-          config: Its sizes.
-          dtype: Of weights and activations; norms, scores and softmax are computed in f32 always.
-          rngs: Source of the weights.
+          config: The sizes of the model.
+          dtype: The dtype of weights and activations; norms, scores and softmax are
+            computed in f32 always.
+          rngs: The source of random weights.
         """
         self.config, self.dtype = config, jnp.dtype(dtype)
         indices = range(len(config.conv_dims))
@@ -135,7 +136,7 @@ class Wav2Vec2ConformerModel(nnx.Module):
           attention_mask: 1 for samples, 0 for padding, which must be on the right; None = all 1.
 
         Returns:
-          Hidden states and scores of every frame; those of padding, which `frame_mask` tells, mean
+          Hidden states and scores of every frame; those of padding, which `frame_mask` marks, mean
           nothing.
 
         Raises:
@@ -166,10 +167,10 @@ class Wav2Vec2ConformerModel(nnx.Module):
 def frame_mask(
     config: Wav2Vec2ConformerConfig, attention_mask: AudioMask
 ) -> Bool[Array, "B frames"]:
-    """Returns which frames lie in a row's audio whole, given which samples do.
+    """Returns the mask of the frames whose samples all belong to a row's audio.
 
     Args:
-      config: Of the model.
+      config: The configuration of the model.
       attention_mask: 1 for samples, 0 for padding on the right.
     """
     with jax.named_scope("frame_mask"):

@@ -37,8 +37,8 @@ def attention(
     cap(x) is softcap tanh(x / softcap), or x where there is no softcap.
 
     The row of query t and key s is relative_rows[T - 1 - t + s], one for each difference of
-    positions, as in Transformer-XL and Conformers; nothing without such rows. A query that no key
-    counts for gets zero. Query head n reads key-value head n // (N / K). Keys and values beyond a
+    positions, as in Transformer-XL and Conformers; without such rows the term is 0. A query without
+    a valid key gets zero. Query head n reads key-value head n // (N / K). Keys and values beyond a
     sequence's length do not count, but must be finite. The kernel computes scores and sums in f32
     and rounds the weights to the dtype of q.
 
@@ -49,24 +49,24 @@ def attention(
       causal: Whether a query sees only keys up to its own position.
       window: Number of last keys a query sees, its own position included; with causal only.
       lengths: Number of valid keys of each sequence; all if None. Clipped to 0 .. S.
-      query_lengths: Number of valid queries of each sequence; the rows beyond are zero and, tile by
-        tile, cost nothing. All if None.
+      query_lengths: Number of valid queries of each sequence; all if None. The rows beyond are
+        zero, and whole tiles of them cost nothing.
       query_starts: Position of query 0 of each sequence, with causal or alibi_slopes; 0 if None.
       alibi_slopes: Slope of each query head, computed inside from positions.
       bias: Added to the scaled scores; one for all sequences, or one each. Rounded to the dtype of
         q by the kernel.
-      key_bias: Added to the scaled scores of each key, whatever the query, in f32; a key with -1e30
-        or less does not count, and where all at the end of a sequence do not, they cost nothing. So
-        padding that stands anywhere needs no bias of whole size.
-      relative_rows: What queries meet besides the keys, for each difference of positions from that
-        of last query and first key to that of first query and last key: T + S - 1 rows. More are
-        not read; an even number costs no copy. The kernel, for H up to 128, computes these scores
-        tile by tile and rounds them to the dtype of q.
-      relative_shift: Added to queries where they meet such rows, not where they meet keys; 0 if
+      key_bias: Added to the scaled scores of each key for all queries, in f32. A key with -1e30 or
+        less does not count, and such keys at the end of a sequence cost nothing. So padding in any
+        place needs no bias of full size.
+      relative_rows: A row for each difference of positions, from that of last query and first key
+        to that of first query and last key: T + S - 1 rows. Further rows are not read; an even
+        number costs no copy. The kernel, for H up to 128, computes these scores tile by tile and
+        rounds them to the dtype of q.
+      relative_shift: Added to queries in their products with relative_rows, not with keys; 0 if
         None.
       scale: Factor of the scores; 1 / sqrt(H) if None.
-      softcap: Bound of the scaled scores, before biases and masks. By the kernel with the GPU's
-        approximate tanh: a relative error of 2^-11, a quarter of bfloat16's rounding.
+      softcap: Bound of the scaled scores, before biases and masks. The kernel uses the GPU's
+        approximate tanh, with a relative error of 2^-11, a quarter of bfloat16's rounding.
       sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
 
@@ -74,8 +74,8 @@ def attention(
       The weighted values in the dtype of q.
 
     Raises:
-      TypeError: A dtype that does not fit.
-      ValueError: Shapes or options that do not fit, or a budget above the device's SMs.
+      TypeError: A dtype does not fit.
+      ValueError: Shapes or options do not fit, or the budget exceeds the device's SMs.
       NotImplementedError: The named implementation cannot do this.
 
     Source: Dao 2023 (FlashAttention-2), algorithm 1; Shah et al. 2024 (FlashAttention-3), algorithm
@@ -138,19 +138,19 @@ def attention_packed(
     sm_budget: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "X N H"]:
-    """Attention of each token over its own sequence, sequences following without padding.
+    """Attention of each token over its own sequence; sequences follow each other without padding.
 
-    Sequence i is rows offsets[i] .. offsets[i + 1] - 1 of q, k and v; which rows is known only when
-    the program runs. The kernel does no work for padding, as there is none. XLA's form has the
+    Sequence i is rows offsets[i] .. offsets[i + 1] - 1 of q, k and v; the rows are known only when
+    the program runs. The kernel does no work for padding, as there is none. XLA's form holds the
     scores of all pairs of tokens in memory.
 
     Args:
       q: Queries of all sequences, f16 or bf16 for the kernel.
       k: Keys.
       v: Values.
-      offsets: First row of each sequence, the first 0, then the end of the last; rows beyond get
-        zero, and must be finite. Offsets that fall, or exceed the rows, are taken as the nearest
-        that do not.
+      offsets: First row of each sequence, starting with 0, then the end of the last. Rows beyond
+        it must be finite; their results are zero. Offsets that decrease or exceed the rows are
+        replaced by the nearest valid ones.
       causal: Whether a query sees only keys up to its own position.
       window: Number of last keys a query sees, its own position included; with causal only.
       alibi_slopes: Slope of each query head, computed inside from positions.
@@ -162,8 +162,8 @@ def attention_packed(
       The weighted values in the dtype of q.
 
     Raises:
-      TypeError: A dtype that does not fit.
-      ValueError: Shapes or options that do not fit, or a budget above the device's SMs.
+      TypeError: A dtype does not fit.
+      ValueError: Shapes or options do not fit, or the budget exceeds the device's SMs.
       NotImplementedError: The named implementation cannot do this.
     """
     window = None if window is None else whole("attention_packed", "window", window)

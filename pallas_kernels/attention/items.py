@@ -1,7 +1,7 @@
-"""Which work items there are, and which CTA takes which.
+"""The work items of a call, and their distribution over CTAs.
 
-An item is a query tile of one head. Here the order is found in which CTAs take them: before the
-call where the work is known by then, else by XLA (`pack`) or by plain arithmetic in the kernel.
+An item is a query tile of one head. The order in which CTAs take items is found before the call if
+the work is known by then, else by XLA (`pack`) or by plain arithmetic in the kernel.
 """
 
 import functools
@@ -14,12 +14,12 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.attention.tile import ALIGNMENT, Problem, Tile
 
-# What an item costs besides its steps, in steps: first scores, last values, output.
+# The cost of an item beside its steps, in steps: first scores, last values, output.
 STEPS_AROUND = 1.5
 
 
 def num_tiles(problem: Problem, tile: Tile) -> int:
-    """Query tiles of a head; where sequences are packed, the most there can be of all."""
+    """Query tiles of a head; for packed sequences, an upper bound for all of them."""
     return -(-problem.num_queries // tile.block_q)
 
 
@@ -71,7 +71,7 @@ def pack(
       tile: The tile.
       starts: First token of each sequence.
       lengths: Tokens of each sequence.
-      keys: How many of them count as keys.
+      keys: The number of these tokens that count as keys.
 
     Returns:
       The number of tiles, then for each tile four numbers: its first row, counted from the

@@ -53,7 +53,7 @@ from pallas_kernels.mosaic import plgpu
 
 
 class Rows(NamedTuple):
-    """Rows of differences: where they are in memory, and the ring of their tiles."""
+    """Rows of differences: their place in memory, and the ring of their tiles."""
 
     source: jax.Ref
     shift: jax.Ref
@@ -65,15 +65,15 @@ class Rows(NamedTuple):
 def _kernel_body(
     problem: Problem, tile: Tile, sms: int, interpret: bool, names: tuple[str, ...], *refs
 ) -> None:
-    """What a CTA does.
+    """Runs one CTA.
 
     Args:
-      problem: The call.
-      tile: The tile.
-      sms: Size of the grid.
+      problem: The sizes of the call.
+      tile: The sizes of the CTA.
+      sms: The size of the grid.
       interpret: Whether jax's interpreter runs this.
-      names: Fields of `Given` that there are.
-      refs: Those, the output, and the scratch.
+      names: The fields of `Given` that are present.
+      refs: The references of these fields, of the output, and the scratch.
     """
     *operands, o_g, scratch = refs
     given = Given(**dict(zip(names, operands, strict=True)))
@@ -102,9 +102,9 @@ def _kernel_body(
         plgpu.barrier_arrive(q.empty.at[query_barrier(number + 1, wg)])
 
     def store_rows(staged, place, o, row, begin, count):
-        """Stores rows begin .. begin + count - 1, and no other, as their neighbours are others'.
+        """Stores rows begin .. begin + count - 1 alone; the rows around belong to other items.
 
-        In copies of 32, 16, .. 1 rows: a copy's size is static, and that of swizzled tiles aligned.
+        Copies have 32, 16, .. 1 rows: a copy's size is static, and that of swizzled tiles aligned.
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's rows have left
         staged[...] = o
@@ -120,7 +120,7 @@ def _kernel_body(
                 )
 
     def relative_slot(number, step, index):
-        """Where the item's tile of rows of differences is that has this index."""
+        """Returns the slot of the item's tile of rows of differences with this index."""
         return modulo(step + number * (tile.relative_window - 1) + index, tile.relative_depth)
 
     def attend_rows(place, row, number, step):
@@ -136,7 +136,7 @@ def _kernel_body(
             return jnp.where(seen, scores, -jnp.inf)
 
         def with_key_bias(scores, j):
-            """Adds what each key has of its own; most tiles of padded sequences have nothing."""
+            """Adds the bias of each key; most tiles of padded sequences have none."""
             bias, biased = given.key_bias, given.key_biased
             if bias is None or biased is None:
                 return scores
@@ -171,7 +171,7 @@ def _kernel_body(
             plgpu.barrier_arrive(ring.empty.at[relative_slot(number, step, index)])
 
         def shifted_queries(ring):
-            """The queries that meet rows of differences, in registers."""
+            """Returns the shifted queries for rows of differences, in registers."""
             rows = plgpu.layout_cast(queries[...], MATRIX).astype(jnp.float32)
             plgpu.commit_smem()
             add = plgpu.load(ring.shift.at[place.head], layout=COLUMN, optimized=False)
@@ -179,7 +179,7 @@ def _kernel_body(
             return (rows + add).astype(dtype)
 
         def relative_scores(ring, shifted, j, meanwhile):
-            """What positions add to the scores of key tile j, while the last values are added."""
+            """Computes the scores by position of key tile j while the last values are added."""
             wait_for_rows(ring, j + tile.relative_window - 1)
 
             def multiply(*accumulators):
@@ -338,7 +338,7 @@ def _kernel_body(
             free_last_queries(number)
 
     def pass_by(place, number, step):
-        """What a consumer does whose rows all lie beyond the queries: keep the barriers going."""
+        """Keeps the barriers going for a consumer whose rows are all beyond the queries."""
 
         def see_key_tile(j):
             slot = modulo(step + j, depth)
@@ -410,7 +410,7 @@ def _kernel_body(
             )
 
         def fetch_rows(ring, index):
-            """The item's tile of rows of differences that has this index, the last rows first."""
+            """Fetches the item's tile of rows with this index, the last rows first."""
             slot = relative_slot(number, step, index)
             t = place.last - 1 + tile.relative_window - 1 - index
             start = (items.num_tiles(problem, tile) - 1) * tile.block_q
@@ -490,7 +490,7 @@ def _kernel_body(
 def launch(
     problem: Problem, tile: Tile, given: Given[Array | np.ndarray], sms: int, interpret: bool
 ) -> Array:
-    """Starts the kernel on what `given` holds, arrays here; the output is as its queries are."""
+    """Launches the kernel on the arrays of `given`; the output has the shape of the queries."""
     if (needed := problem.smem_bytes(tile)) > SMEM_BYTES - BARRIER_BYTES:
         raise NotImplementedError(
             f"attention(implementation='mosaic_gpu'): {tile} needs {needed} bytes of shared memory "

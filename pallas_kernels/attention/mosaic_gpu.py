@@ -1,6 +1,6 @@
-"""Attention forward on Hopper: what a call becomes for the kernel (kernel.py), padding included.
+"""Attention forward on Hopper: turns a call into the operands of the kernel (kernel.py).
 
-Not here: the choice between implementations and the checks of what a caller may pass (api.py).
+Not here: the choice of the implementation and the checks of a caller's arguments (api.py).
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from pallas_kernels.mosaic import Deferred
 
 if TYPE_CHECKING:
     from pallas_kernels.attention import kernel
-else:  # Its layouts are Mosaic's.
+else:  # The layouts in it are Mosaic's.
     kernel = Deferred("pallas_kernels.attention.kernel")
 
 
@@ -48,8 +48,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Runs the kernel; arguments as in api.attention, checked there.
 
-    TMA and WGMMA want T and S in multiples of 8 and H in multiples of 16; what is missing is padded
-    by a copy. Where B T is such a multiple and T = S is not, the sequences are taken as packed.
+    TMA and WGMMA want T and S in multiples of 8 and H in multiples of 16; other sizes are padded by
+    a copy. If T = S is no such multiple but B T is, the sequences are taken as packed.
 
     Args:
       q: Queries.
@@ -64,8 +64,8 @@ def attention(
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
       key_bias: Added to the scaled scores of each key.
-      relative_rows: For each difference of positions, what queries meet besides the keys.
-      relative_shift: Added to queries for that.
+      relative_rows: A row for each difference of positions.
+      relative_shift: Added to queries in their products with relative_rows.
       softcap: Bound of the scaled scores before biases are added.
       sms: Size of the grid.
       tile: The tile; chosen by shape if None.
@@ -163,11 +163,11 @@ def attention(
 def _by_tiles(
     key_bias: Float[Array, "B S"], lengths: Array | np.ndarray | None, unit: float, tile: Tile
 ) -> tuple[Int[Array, " B"], Float[Array, "B _ _"], Int[Array, "B _"]]:
-    """What the kernel takes of a bias by key, most of which says that there is none.
+    """Turns a bias by key into operands of the kernel; most keys have none.
 
     Returns:
-      The number of keys of each sequence up to the last that counts; the bias by key tiles, in
-      units of what the softmax takes; which tiles have any.
+      The number of keys of each sequence up to the last valid one; the bias by key tiles, in the
+      units of the softmax; whether each tile has any bias.
     """
     key = jnp.arange(key_bias.shape[1], dtype=jnp.int32)[None]
     counts = key_bias > NEVER
@@ -260,9 +260,9 @@ def _attend_packed(
     tile,
     interpret,
 ):
-    """Sequences of any starts and lengths that together are all tokens, once each.
+    """Attends in sequences of any starts and lengths that together cover all tokens once.
 
-    keys is how many of a sequence's tokens count as keys.
+    `keys` is the number of each sequence's tokens that count as keys.
     """
     total, n, h = q.shape
     q, k, v = (_pad(_pad(x, 0, ALIGNMENT), 2, 64)[None] for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""What the attention kernel is given, which items a CTA runs, and where an item lies."""
+"""The operands of the attention kernel, the items of a CTA, and the place of an item."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pallas_kernels.attention.tile import ALIGNMENT, Problem, Tile
 
 @dataclass(frozen=True, slots=True)
 class Given[Operand]:
-    """The operands, arrays outside and references inside the kernel; None where there is none.
+    """The operands: arrays outside the kernel, references inside; absent ones are None.
 
     Attributes:
       q: Queries.
@@ -25,11 +25,11 @@ class Given[Operand]:
       query_lengths: Number of valid queries of each sequence.
       starts: Position of the first query of each sequence among its keys.
       slopes: ALiBi's slope of each query head.
-      bias: What is added to the scaled scores.
-      key_bias: The same by key tiles, in units of what the softmax takes.
-      key_biased: Which key tiles have a key_bias that is not zero.
+      bias: Added to the scaled scores.
+      key_bias: Added to the scores of each key, by key tiles, in the units of the softmax.
+      key_biased: Whether the key_bias of each key tile is not zero.
       rows: Rows of differences; query 0 and key 0 meet the last row of query tiles.
-      shift: What queries that meet such rows have besides.
+      shift: Added to queries in their products with `rows`.
       packed: The query tiles of packed sequences, as `items.pack` lists them.
       dealt: The items of each CTA, as `items.deal` deals them.
     """
@@ -83,7 +83,7 @@ def divide(a: Array, b: int) -> tuple[Array, Array]:
 
 
 def place_of(problem: Problem, tile: Tile, given: Given[jax.Ref], item: Array) -> Place:
-    """Where work item `item` lies; a section of heads starts with its last query tiles."""
+    """Returns the place of a work item; a section of heads starts with its last query tiles."""
     zero = jnp.int32(0)
     batch, origin, start, low = zero, zero, zero, zero
     keys, queries = jnp.int32(problem.num_keys), jnp.int32(problem.num_queries)
@@ -109,7 +109,7 @@ def place_of(problem: Problem, tile: Tile, given: Given[jax.Ref], item: Array) -
     if problem.causal:
         seen_by_all = jnp.minimum(keys, row + start + 1)
         seen_by_any = jnp.minimum(keys, row + start + tile.block_q)
-    # Where there is no key, one tile is taken and masked.
+    # Without a key, one tile is taken and masked.
     last = jnp.maximum(ceil_div(seen_by_any, tile.block_kv), 1)
     first, masked = zero, low
     if problem.window is not None:
@@ -126,9 +126,9 @@ def place_of(problem: Problem, tile: Tile, given: Given[jax.Ref], item: Array) -
 def for_each_item(
     problem: Problem, tile: Tile, sms: int, given: Given[jax.Ref], run: Callable[..., Array]
 ) -> Array:
-    """Calls run(item, number, step) for the items of this CTA; returns how many there were.
+    """Calls run(item, number, step) for the items of this CTA, and returns their number.
 
-    number counts the items of this CTA, step their steps; run returns the step after its own.
+    `number` counts the items of this CTA, `step` their steps; `run` returns the step after its own.
     """
     sm = lax.axis_index("sm")
     if given.dealt is not None:

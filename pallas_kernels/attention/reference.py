@@ -1,4 +1,4 @@
-"""What attention means, in plain float32: the truth that the kernel is compared with."""
+"""Attention in plain float32, the reference of the kernel."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,7 +43,7 @@ def attention_reference(
       alibi_slopes: Slope of each query head.
       bias: Added to the scaled scores.
       key_bias: Added to the scaled scores of each key; one with NEVER or less does not count.
-      relative_rows: What queries meet besides the keys, by difference of positions.
+      relative_rows: A row for each difference of positions.
       relative_shift: Added to queries for that.
       softcap: Bound of the scaled scores.
 

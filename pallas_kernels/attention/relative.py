@@ -32,17 +32,17 @@ def shift_words[Word](
     select: Callable[..., Word],
     shuffle: Callable[..., Word],
 ) -> list[tuple[Word, ...]]:
-    """Shifts the words of a thread's rows by what each row wants; of MLIR, and in tests of numpy.
+    """Shifts the words of a thread's rows by each row's shift; MLIR values, or numpy in tests.
 
     Args:
-      words: For each octet of columns, what the thread has of its two columns: of its upper row
-        from one octet further on, and of its lower row.
+      words: For each octet of columns, the thread's words of its two columns: the upper row's from
+        one octet further on, and the lower row's.
       thread: Index in the warpgroup, as unsigned integers.
       select: select(condition, if_true, if_false).
       shuffle: shuffle(word, lane): the word of another lane of the warp.
 
     Returns:
-      The same of the output; seven octets fewer.
+      The words of the output, with seven octets fewer.
     """
     lane, warp = thread % 32, thread // 32
     # Octets: 2 (3 - warp), in two binary digits.
@@ -110,8 +110,8 @@ def by_key(parts: list[Array], dtype: DTypeLike, *, interpret: bool) -> Array:
 
     Args:
       parts: Scores of 64 queries in f32, cut into 64 columns each.
-      dtype: Of two bytes.
-      interpret: Whether jax's interpreter runs this, which has no registers to move.
+      dtype: A dtype of two bytes.
+      interpret: Whether jax's interpreter runs this; it has no registers to move.
 
     Returns:
       out[t, s] = scores[t, 63 - t + s], with 64 columns fewer, in f32.

@@ -1,4 +1,4 @@
-"""What becomes of a tile of scores in registers: cap, masks, ALiBi, the online softmax."""
+"""The operations on a tile of scores in registers: cap, masks, ALiBi, the online softmax."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def capped(problem: Problem, products: Array) -> Array:
-    """What the softmax takes, in its units: products of queries and keys, or their capped tanh.
+    """Returns the input of the softmax, in its units: products of queries and keys, maybe capped.
 
     The GPU's tanh.approx.f32 has a relative error of 2^-11, a quarter of bfloat16's rounding.
     """
@@ -34,9 +34,9 @@ def capped(problem: Problem, products: Array) -> Array:
 def allowed(
     problem: Problem, tile: Tile, place: Place, row: Array, key: Array, *, last: bool
 ) -> Array:
-    """Which of the scores of rows row .. and keys key .. count.
+    """Returns the mask of valid scores for rows row .. and keys key ..
 
-    last says whether the tile may reach beyond what a row sees, not only before it.
+    `last` says whether the tile may reach beyond the keys that a row sees, not only before them.
     """
     shape = (ROWS, tile.block_kv)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
@@ -57,9 +57,9 @@ def allowed(
 
 
 def alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, slope: Array):
-    """ALiBi in units of log2 for rows row .. and keys key .., as a matrix and a scalar to add.
+    """Returns ALiBi in units of log2 for rows row .. and keys key .., as a matrix and a scalar.
 
-    A causal row may shift by a constant: then only the scalar depends on where the tile lies.
+    A causal row may shift by a constant; then only the scalar depends on the place of the tile.
     """
     shape = (ROWS, tile.block_kv)
     column = plgpu.broadcasted_iota(jnp.int32, (tile.block_kv,), 0, layout=COLUMN)
@@ -74,12 +74,12 @@ def alibi(problem: Problem, tile: Tile, place: Place, row: Array, key: Array, sl
 
 
 def over_rows(v: Array, shape: tuple[int, ...]) -> Array:
-    """A number for each row, for all its columns."""
+    """Broadcasts a number for each row over its columns."""
     return lax.broadcast_in_dim(v, shape, [0])
 
 
 def softmax_step(scores, terms, shift, m, total, factor: float):
-    """Online softmax by log2: weights, new maximum and sum, and the factor for what came before."""
+    """Online softmax by log2: weights, new maximum and sum, and the factor of earlier results."""
     if terms is None:
         m_new = jnp.maximum(m, scores.max(axis=1) * factor)
         p = jnp.exp2(scores * factor - over_rows(m_new, scores.shape))

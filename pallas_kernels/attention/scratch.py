@@ -1,4 +1,4 @@
-"""The shared memory of the attention kernel: tiles, and the barriers of who may use them."""
+"""The shared memory of the attention kernel: tiles, and the barriers that guard them."""
 
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ from pallas_kernels.mosaic import plgpu
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory, and barriers that say which are full and which empty.
+    """Tiles in shared memory, and barriers that signal full and empty tiles.
 
-    The types of these where a kernel is launched, references inside of it.
+    A launch has their types, a kernel the references.
     """
 
     tiles: Any
@@ -21,14 +21,14 @@ class Ring(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a CTA holds in shared memory, None where it holds nothing of the kind.
+    """The shared memory of a CTA; absent parts are None.
 
     Attributes:
       q: Query tiles, by slot and consumer; outputs leave from there.
       k: Key tiles.
       v: Value tiles.
-      turn: Barriers by which consumers issue their products in turn.
-      held: Barriers over which ptxas moves nothing.
+      turn: Barriers by which consumers take turns in issuing products.
+      held: Barriers that keep ptxas from moving instructions across.
       packed_rows: Outputs of tiles with rows of several sequences, by consumer.
       bias: Bias tiles, by consumer.
       rows: Tiles of rows of differences.
@@ -47,12 +47,12 @@ class Scratch(NamedTuple):
 
 
 def scratch_types(problem: Problem, tile: Tile, dtype: DTypeLike, *, interpret: bool) -> Scratch:
-    """Returns the types of what a CTA holds.
+    """Returns the types of a CTA's shared memory.
 
     Args:
       problem: The call.
       tile: The tile.
-      dtype: Of queries, keys and values.
+      dtype: The dtype of queries, keys and values.
       interpret: Whether jax's interpreter runs the kernel.
     """
     consumers, depth = tile.consumers, tile.depth
@@ -63,7 +63,7 @@ def scratch_types(problem: Problem, tile: Tile, dtype: DTypeLike, *, interpret: 
     bias = plgpu.SMEM((consumers, ROWS, tile.block_kv), dtype)
 
     def ring(slots: int) -> Ring:
-        """A ring of key tiles, which all consumers read."""
+        """Returns the types of a ring of key tiles, which all consumers read."""
         return Ring(
             tiles=plgpu.SMEM((slots, tile.block_kv, problem.head_dim), dtype),
             full=plgpu.Barrier(num_barriers=slots),

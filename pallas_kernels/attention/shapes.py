@@ -100,7 +100,7 @@ MODELS = [
     _square("llama3-8b 8x512", 8, 512, 32, 128, kv_heads=8, causal=True),
 ]
 
-# Of another family, whose scores are capped: Gemma 2, section 2.
+# Another family, with capped scores: Gemma 2, section 2.
 CAPPED = [
     _square("gemma2-9b 4x2048", 4, 2048, 16, 256, kv_heads=8, causal=True, softcap=50.0),
     _square("gemma2-27b 4x2048", 4, 2048, 32, 128, kv_heads=16, causal=True, softcap=50.0),

@@ -1,4 +1,4 @@
-"""What a call of the attention kernel is, and what one CTA holds; plain numbers, no arrays."""
+"""The sizes of a call of the attention kernel and of one CTA; plain numbers, no arrays."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}  # of a consumer's and of the TMA warpg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What one CTA holds: warpgroups of 64 query rows each, and rings of key and value tiles.
+    """The sizes of one CTA: warpgroups of 64 query rows each, and rings of key and value tiles.
 
     Args:
       consumers: Consumer warpgroups, 2 or 3. With 3 a thread has 160 registers, which head sizes to
@@ -33,7 +33,7 @@ class Tile:
     holds: bool = False
 
     def __post_init__(self):
-        """Refuses what the hardware cannot hold."""
+        """Raises ValueError for sizes that the hardware cannot hold."""
         if self.consumers not in REGISTERS:
             raise ValueError(
                 f"Tile(consumers={self.consumers}): 2 or 3 share the registers of an SM"
@@ -68,7 +68,7 @@ class Tile:
 class Problem:
     """The static part of a call: shapes after padding, and which terms the scores have.
 
-    Where sequences are packed, the batch is one, and queries and keys are all tokens.
+    For packed sequences the batch is one, and queries and keys are all tokens.
     """
 
     batch_size: int
@@ -134,7 +134,7 @@ class Problem:
         return self.packed or self.window is not None
 
     def heads_per_section(self) -> int:
-        """How many heads run their query tiles, longest first, before the next heads start."""
+        """Heads that run their query tiles, longest first, before the next heads start."""
         heads = self.batch_size * self.num_heads
         if not self.causal:
             return self.group
@@ -143,7 +143,7 @@ class Problem:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Picks the tile by what was measured on an H200 (docs/design/attention.md)."""
+    """Picks the tile by measurements on an H200 (docs/design/attention.md)."""
     has_bias = bool(problem.bias_batch)
     if problem.has_relative:
         return Tile() if problem.head_dim <= 64 else Tile(block_kv=64)
@@ -155,7 +155,7 @@ def choose_tile(problem: Problem) -> Tile:
             return three
         return Tile(depth=4, holds=problem.causal and not problem.packed)
     if problem.head_dim <= 128 and problem.has_alibi and problem.has_key_bias:
-        return Tile(block_kv=64, depth=4)  # Of 128 keys both find no registers.
+        return Tile(block_kv=64, depth=4)  # With 128 keys the registers hold no room for both.
     if problem.head_dim <= 128 and not has_bias:
         return Tile(holds=problem.causal and problem.packed)
     if problem.head_dim <= 192:

@@ -62,7 +62,7 @@ def attention_xla(
 def _reached(
     position: Int[Array, "_ T 1"], key: Int[Array, "1 1 S"], causal: bool, window: int | None
 ) -> list[Bool[Array, "_ T S"]]:
-    """Which keys each query meets by their places alone: none after it, none before its window."""
+    """Returns the masks by position: a query sees no key after it and none before its window."""
     parts = []
     if causal:
         parts.append(key <= position)
@@ -74,7 +74,7 @@ def _reached(
 def _alibi(
     slopes: Float[Array, " N"], position: Int[Array, "_ T 1"], key: Int[Array, "1 1 S"]
 ) -> Float[Array, "_ N T S"]:
-    """What ALiBi adds to scores."""
+    """Returns ALiBi's addend of the scores."""
     distance = jnp.abs(position - key).astype(jnp.float32)[:, None]
     return -slopes.astype(jnp.float32)[None, :, None, None] * distance
 

@@ -25,7 +25,7 @@ class GemmBesideNorm(NamedTuple):
     Attributes:
       product: residual + scale * activation(x @ w + bias), as of `gemm`.
       normed: The norm of the other sub-batch's sum.
-      total: That sum.
+      total: The sum itself.
     """
 
     product: Float[Array, "*B N"]
@@ -37,8 +37,8 @@ class GemmBesideDecodeAttention(NamedTuple):
     """Results of two independent pieces of work.
 
     Attributes:
-      product: As of `gemm` or `gated_gemm`.
-      attended: As of `decode_attention`.
+      product: The result of `gemm` or `gated_gemm`.
+      attended: The result of `decode_attention`.
     """
 
     product: Float[Array, "*B N"]
@@ -65,16 +65,16 @@ def gemm_beside_norm(
 
     Args:
       x: Input of the GEMM, as of `gemm`.
-      w: Its weight.
+      w: Weight of the GEMM.
       norm_x: Rows to add to and normalise, as of `add_layer_norm`; widths to 4,096.
       norm_residual: Added to norm_x.
       norm_scale: Gain per feature.
       norm_bias: Added per feature.
       eps: Added to the variance.
       centred: Whether the mean is subtracted: LayerNorm, else RMSNorm, which has no bias.
-      bias: Of the GEMM.
-      residual: Of the GEMM.
-      activation: Of the GEMM.
+      bias: Bias of the GEMM.
+      residual: Residual of the GEMM.
+      activation: Activation of the GEMM.
       sm_budget: SMs that the launch may fill; None: all.
       implementation: "mosaic_gpu" for the one launch, "xla" for one after the other, None for the
         best that can.
@@ -83,7 +83,7 @@ def gemm_beside_norm(
       The results of both.
 
     Raises:
-      ValueError: As for `gemm` and `add_layer_norm`.
+      ValueError: See `gemm` and `add_layer_norm`.
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
     check_gemm(x, w, bias, residual, activation)
@@ -154,37 +154,37 @@ def gemm_beside_decode_attention(
 ) -> GemmBesideDecodeAttention:
     """A GEMM of one sub-batch beside the decode attention of another, in one launch.
 
-    Where it pays stands in docs/design/corun.md: with enough rows that the weights, which each
-    sub-batch reads for itself, cost less than what runs beside.
+    It pays with enough rows that the weights, which each sub-batch reads for itself, cost less than
+    the attention (docs/design/corun.md).
 
     The attention of a layer is shared out over the launches of several GEMMs by sequences: each
-    gets some of q and lengths, and the whole cache. With 8 key-value heads multiples of 16
+    gets some of q and lengths, and the whole cache. With 8 key-value heads, multiples of 16
     sequences fill the SMs evenly.
 
     Args:
       x: Input of the GEMM, as of `gemm`.
-      w: Its weight.
+      w: Weight of the GEMM.
       q: Queries, as of `decode_attention`; T times A / G at most 8.
-      k: Keys of these sequences and maybe others, contiguous.
-      v: Values, likewise.
+      k: Keys of these and possibly other sequences, contiguous.
+      v: Values, in the layout of the keys.
       lengths: Number of valid keys of each sequence of q.
-      alibi_slopes: As of `decode_attention`.
+      alibi_slopes: See `decode_attention`.
       attention_scale: Factor of the scores; 1 / sqrt(H) if None.
-      first_sequence: Which sequence of the cache is the first of q.
+      first_sequence: The sequence of the cache that is the first of q.
       w_gate: Makes the GEMM a `gated_gemm`, which has no bias, residual or scale.
-      bias: Of the GEMM.
-      residual: Of the GEMM.
-      activation: Of the GEMM.
-      scale: Of the GEMM.
+      bias: Bias of the GEMM.
+      residual: Residual of the GEMM.
+      activation: Activation of the GEMM.
+      scale: Scale of the GEMM.
       sm_budget: SMs that the launch may fill; None: all.
-      implementation: As for `gemm_beside_norm`.
+      implementation: See `gemm_beside_norm`.
 
     Returns:
       The results of both.
 
     Raises:
-      ValueError: As for `gemm` and `decode_attention`.
-      TypeError: As for `decode_attention`.
+      ValueError: See `gemm` and `decode_attention`.
+      TypeError: See `decode_attention`.
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
     gated = w_gate is not None

@@ -1,7 +1,7 @@
 """Predicted seconds of kernel calls on a Hopper GPU, alone and two in one launch.
 
-Only shapes are looked at. What the constants were measured by stands in docs/design/corun.md; the
-seconds of products come from the tables that choose their tiles.
+Only shapes count. The measurements of the constants are in docs/design/corun.md; the seconds of
+products come from the tables that choose their tiles.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels.gemm import tiles as gemm_tiles
 # Shares of the datasheet's bandwidth: of decode attention by itself, and of a launch that reads
 # weights and caches side by side. On an H200 4.5 and 3.85 TB/s.
 READ_SHARE, TOGETHER_SHARE = 0.94, 0.80
-# How much of the shorter of two partners a launch takes beside the longer one.
+# The share of the shorter partner's time that a launch takes beyond the longer partner's.
 COLLISION = 0.6
 
 
@@ -24,7 +24,7 @@ def alone_s(call: Call, peak_bytes_per_s: float) -> float:
     """Seconds of a host or a guest in a launch of its own, with every SM.
 
     Args:
-      call: Of a function in `pairs.HOSTS` or `pairs.GUESTS`.
+      call: A call of a function in `pairs.HOSTS` or `pairs.GUESTS`.
       peak_bytes_per_s: Bandwidth of the device's datasheet.
 
     Raises:
@@ -47,9 +47,9 @@ def together_s(host_s: float, guest_s: float, total_bytes: float, peak_bytes_per
     """Seconds of a host and a guest in one launch.
 
     Args:
-      host_s: By `hosting_s`.
-      guest_s: Of the guest's part, by `alone_s`.
-      total_bytes: That both read and write.
+      host_s: Seconds of the host, by `paired_s`.
+      guest_s: Seconds of the guest's part, by `alone_s`.
+      total_bytes: Bytes that both read and write.
       peak_bytes_per_s: Bandwidth of the device's datasheet.
     """
     computing_s = max(host_s, guest_s) + COLLISION * min(host_s, guest_s)
@@ -57,7 +57,7 @@ def together_s(host_s: float, guest_s: float, total_bytes: float, peak_bytes_per
 
 
 def num_bytes(call: Call) -> float:
-    """Bytes that a call reads and writes; of a cache all, since lengths are no shapes.
+    """Bytes that a call reads and writes; a cache counts whole, since lengths are no shapes.
 
     Raises:
       ValueError: It is no call of a host or a guest.
@@ -78,7 +78,7 @@ def _product(call: Call) -> tuple[int, int, int, bool]:
     """Rows, columns and depth of a host's product, and whether it has two weights."""
     if call.name not in HOSTS:
         raise ValueError(
-            f"costs({call.name}): no such host or guest; there are {', '.join((*HOSTS, *GUESTS))}; "
+            f"costs({call.name}): unknown kernel; choices are {', '.join((*HOSTS, *GUESTS))}; "
             "predict other operations by their bytes"
         )
     x, w = (call.arguments[name] for name in ("x", "w"))

@@ -79,7 +79,7 @@ class Refs(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """What is loaded next, as load number `load` of all: the tile-th of an item's `tiles`.
+    """The next load, number `load` of all: tile `tile` of an item's `tiles`.
 
     Even loads are keys, odd ones the values of the same tile.
     """

@@ -26,8 +26,8 @@ from pallas_kernels.gemm import mosaic_gpu as gemm
 from pallas_kernels.mosaic import plgpu
 from pallas_kernels.norm import mosaic_gpu as norm
 
-# Registers of each thread that multiplies, that copies, and of the partner: twice the first and the
-# others are 512.
+# Registers of a thread that multiplies, of one that copies, and of the partner's: twice the first
+# plus the others are 512.
 READER_REGISTERS, NORM_REGISTERS = (192, 40, 88), (176, 40, 120)
 DECODE_REGISTERS = (192, 40, 88)
 PARTNER_BYTES = gemm.SMEM_BYTES - WIDE_TILE.smem_bytes - 3072
@@ -43,11 +43,12 @@ class Partner:
     """Bandwidth-bound work for one warpgroup of each CTA.
 
     Attributes:
-      operands: Its arrays.
-      out_types: Its results.
-      scratch: Its shared memory and barriers.
-      registers: How many registers a thread gets that multiplies, that copies, and of the partner.
-      run: Given its references in that order, its number and the number of workers, does its share.
+      operands: The arrays of the work.
+      out_types: The types of the results.
+      scratch: The types of shared memory and barriers.
+      registers: Registers of a thread that multiplies, of one that copies, and of the partner's.
+      run: Does a worker's share, given the references in that order, the worker's number and the
+        number of workers.
     """
 
     operands: list[Array]
@@ -163,12 +164,12 @@ def decode_partner(
     Args:
       q: Queries.
       k: Keys of these and other sequences.
-      v: Values, likewise.
+      v: Values, in the layout of the keys.
       lengths: Number of valid keys.
       alibi_slopes: Slope of each query head.
-      first_sequence: Which sequence of the cache is the first of q.
+      first_sequence: The sequence of the cache that is the first of q.
       scale: Factor of the scores.
-      tile: Of the GEMM, which leaves the room.
+      tile: The tile of the GEMM, which determines the room.
       depth: Slots of the ring; as many as there is room for if None.
       emulated: Replaces what jax's interpreter lacks.
 
@@ -202,7 +203,7 @@ def decode_partner(
     job = decode_attention.Job(problem=problem, depth=depth, emulated=emulated)
 
     def run(refs, me, workers):
-        # As few CTAs as need no more rounds. The last have the fewest tiles: they come first here.
+        # The fewest CTAs that need no more rounds, from the last on: those have the fewest tiles.
         rounds = -(-problem.items // workers)
         busy, me = -(-problem.items // rounds), workers - 1 - me
 
@@ -227,7 +228,7 @@ def fold(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H
 
 
 def unfold(folded: Float[Array, "B K R H"], num_tokens: int) -> Float[Array, "B T N H"]:
-    """What `fold` was given."""
+    """Undoes `fold`."""
     b, num_kv_heads, _, h = folded.shape
     grouped = folded.reshape(b, num_kv_heads, num_tokens, -1, h)
     return jnp.swapaxes(grouped, 1, 2).reshape(b, num_tokens, -1, h)

@@ -1,4 +1,4 @@
-"""Which kernels can share a launch, and the launch made from the calls of both."""
+"""The kernels that can share a launch, and the launch made from the calls of both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Call:
     """A call of a public kernel function.
 
     Attributes:
-      name: Of the function.
-      arguments: By their names; arrays, or only their shapes where parts are counted.
+      name: The name of the function.
+      arguments: The arguments by name: arrays, or only their shapes for counting parts.
     """
 
     name: str
@@ -37,7 +37,7 @@ def num_parts(memory: Call) -> int:
 
 
 def _sequences_of_a_part(memory: Call) -> int:
-    """As many as keep all SMs busy with a key-value head each; fewer of a small batch."""
+    """Enough sequences to keep all SMs busy with a key-value head each; fewer of a small batch."""
     batch_size, num_kv_heads = memory.arguments["q"].shape[0], memory.arguments["k"].shape[2]
     return max(1, min(ITEMS_OF_A_PART // num_kv_heads, batch_size // 8))
 

@@ -1,4 +1,4 @@
-"""What the co-run kernels compute, in plain jnp and float32: the truth they are checked against."""
+"""Column sums in plain jnp and float32, the reference of the co-run kernels."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

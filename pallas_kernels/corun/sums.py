@@ -18,7 +18,7 @@ class GemmBesideSums(NamedTuple):
     """Results of two independent pieces of work.
 
     Attributes:
-      product: As of `gemm`.
+      product: The result of `gemm`.
       sums: The column sums of the data, in f32.
     """
 
@@ -41,19 +41,19 @@ def gemm_beside_sums(
 
     Args:
       x: Input of the GEMM, as of `gemm`.
-      w: Its weight.
+      w: Weight of the GEMM.
       data: Read once; the kernel takes 128 columns and rows in multiples of 64.
-      bias: Of the GEMM.
-      residual: Of the GEMM.
-      activation: Of the GEMM.
+      bias: Bias of the GEMM.
+      residual: Residual of the GEMM.
+      activation: Activation of the GEMM.
       sm_budget: SMs that the launch may fill; None: all.
-      implementation: As for `gemm_beside_norm`.
+      implementation: See `gemm_beside_norm`.
 
     Returns:
       The results of both.
 
     Raises:
-      ValueError: As for `gemm`.
+      ValueError: See `gemm`.
       NotImplementedError: The named implementation cannot do these shapes, dtypes or device.
     """
     check_gemm(x, w, bias, residual, activation)

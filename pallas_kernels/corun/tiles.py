@@ -1,7 +1,7 @@
-"""Which tile of a GEMM leaves a partner enough shared memory, and how long the GEMM takes with it.
+"""The tile of a GEMM that leaves a partner enough shared memory, and the GEMM's time with it.
 
-All tiles are cooperative, with as few slots as keep the GEMM near its rate: what they leave is the
-partner's ring. Seconds of a step, of 64 in K, were measured on an H200 without a partner.
+All tiles are cooperative, with as few slots as keep the GEMM near its rate; the remaining memory is
+the partner's ring. Seconds of a step, of 64 in K, were measured on an H200 without a partner.
 """
 
 import math
@@ -48,7 +48,7 @@ def tile_beside(m: int, n: int, k: int, *, gated: bool, ctas: int) -> Tile:
 
 
 def predicted_s(m: int, n: int, k: int, *, gated: bool, ctas: int) -> float:
-    """Seconds of the GEMM by itself: by these a partner's work is shared out over several GEMMs."""
+    """Seconds of the GEMM alone, by which a partner's work is shared out over several GEMMs."""
     return _seconds(_best(m, n, k, gated, ctas), m, n, k, ctas)
 
 

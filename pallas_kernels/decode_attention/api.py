@@ -28,24 +28,24 @@ def decode_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of the last T queries of each sequence over its KV cache, which is read once.
 
-    Query t of a sequence stands at position lengths - T + t and sees the keys up to its own; one
-    that sees none gets zero. Query head n reads key-value head n // (N / K). What the cache holds
-    beyond a length does not count, but must be finite.
+    Query t of a sequence has position lengths - T + t and sees the keys up to its own; a query
+    without a key gets zero. Query head n reads key-value head n // (N / K). Entries of the cache
+    beyond a length do not count, but must be finite.
 
     Args:
       q: Queries, f16 or bf16 for the kernel; T times N / K at most 32 there.
       k: Keys (B, S, K, H); with a page table a pool (pages, page size, K, H).
-      v: Values, likewise.
-      lengths: Number of valid keys of each sequence, those of the T queries included. Clipped to 0
-        .. S.
-      page_table: Pages of each sequence, in order; entries beyond its length are not used but
-        clipped into the pool.
+      v: Values, in the layout of the keys.
+      lengths: Number of valid keys of each sequence, including those of the T queries. Clipped to
+        0 .. S.
+      page_table: Pages of each sequence, in order; entries beyond its length are clipped into the
+        pool and not used.
       alibi_slopes: Slope of each query head, computed inside from positions.
       scale: Factor of the scores; 1 / sqrt(H) if None.
       softcap: Bound of the scaled scores: they become softcap tanh(score / softcap) before slopes
-        are applied. By the kernel with a relative error of 2^-11.
-      first_sequence: A contiguous cache may hold more sequences than q has: which of them q's first
-        is. So a batch can be attended to in parts that no copy cuts out.
+        are applied. The kernel's tanh has a relative error of 2^-11.
+      first_sequence: The sequence of a contiguous cache that is the first of q, if the cache holds
+        more sequences than q. So a batch is attended to in parts without copies.
       sm_budget: Number of SMs the kernel may fill; all if None. 48 read nearly as fast as all. XLA
         takes no budget.
       implementation: "mosaic_gpu", "xla", or None for the best that can.
@@ -54,8 +54,8 @@ def decode_attention(
       The weighted values in the dtype of q.
 
     Raises:
-      TypeError: A dtype that does not fit.
-      ValueError: Shapes that do not fit, or a budget above the device's SMs.
+      TypeError: A dtype does not fit.
+      ValueError: Shapes do not fit, or the budget exceeds the device's SMs.
       NotImplementedError: The named implementation cannot do this.
 
     Source: Dao et al. 2023 (Flash-Decoding) for the split caches; Kwon et al. 2023 (PagedAttention)

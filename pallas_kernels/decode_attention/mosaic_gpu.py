@@ -34,7 +34,7 @@ REDUCTION_WORDS = 512  # f32 of scratch for maxima over the four warps of a cons
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What one CTA holds: pairs of a consumer and a TMA warpgroup, each with a ring of its own.
+    """The sizes of one CTA: pairs of a consumer and a TMA warpgroup, each with its own ring.
 
     Args:
       streams: Independent streams; each takes two of at most eight warpgroups.
@@ -47,7 +47,7 @@ class Tile:
     depth: int = 3
 
     def __post_init__(self):
-        """Refuses what the hardware cannot hold."""
+        """Raises ValueError for sizes that the hardware cannot hold."""
         if not 1 <= self.streams <= 4:
             raise ValueError(
                 f"Tile(streams={self.streams}): 1 to 4, a CTA has at most eight warpgroups"
@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Rows padded to what WGMMA takes as its N."""
+        """Rows padded to a multiple of 8, as WGMMA wants its N."""
         return -(-self.rows // 8) * 8
 
     @property
@@ -104,7 +104,7 @@ class Problem:
 
 
 def choose_tile(problem: Problem) -> Tile:
-    """Picks the tile by what was measured (docs/design/attention.md): as deep as fits."""
+    """Picks the deepest tile that fits, by measurements (docs/design/attention.md)."""
     block_kv = 128 if problem.head_dim <= 128 and problem.columns == 8 else 64
     if (
         problem.page_size is not None
@@ -135,12 +135,12 @@ class Part(NamedTuple):
 
 
 def matrix():
-    """How a product lies in the registers of a warpgroup."""
+    """Returns the layout of a product in the registers of a warpgroup."""
     return plgpu.Layout.WGMMA
 
 
 def column():
-    """The same of a number for each of its columns."""
+    """Returns the layout of one number for each column of a product."""
     return plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -456,7 +456,7 @@ def decode_attention(
       alibi_slopes: Slope of each query head.
       sms: The budget; the grid may be smaller.
       softcap: Bound of the scaled scores.
-      first_sequence: Of the cache.
+      first_sequence: The sequence of the cache that is the first of q.
       tile: The tile; chosen by shape if None.
       splits: Parts of each cache; chosen by shape if None.
       interpret: Replaces what jax's interpreter lacks; for tests on a CPU.

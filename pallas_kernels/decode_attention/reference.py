@@ -1,4 +1,4 @@
-"""What decode attention means, in plain float32: the truth that the kernel is compared with."""
+"""Decode attention in plain float32, the reference of the kernel."""
 
 import jax.numpy as jnp
 from jax import lax

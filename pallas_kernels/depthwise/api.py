@@ -26,9 +26,9 @@ def depthwise_convolution(
 
     Args:
       x: Frames; f16 or bf16, and features in multiples of 256 from 512, for the kernel.
-      kernel: For each feature the weights of the frames seen, the earliest first, at most 33 for
-        the kernel; f32 is not rounded. An even number sees one frame more after its own than before
-        it.
+      kernel: For each feature the weights of the frames in its window, the earliest first, at most
+        33 for the kernel; f32 is not rounded. An even window has one more frame after its own than
+        before it.
       offset: Added to each feature, of any floating dtype.
       activation: See `gemm`.
       sm_budget: Number of SMs the kernel may fill; all if None. XLA takes no budget.
@@ -38,8 +38,9 @@ def depthwise_convolution(
       The convolved frames in the dtype of x; sums and activation are computed in f32.
 
     Raises:
-      ValueError: Shapes that do not fit, an unknown activation, or a budget above the device's SMs.
-      TypeError: A dtype that is not floating.
+      ValueError: Shapes do not fit, the activation is unknown, or the budget exceeds the device's
+        SMs.
+      TypeError: A dtype is not floating.
       NotImplementedError: The named implementation cannot do this.
     """
     check_depthwise_convolution(x, kernel, offset, activation)
@@ -85,7 +86,7 @@ def check_depthwise_convolution(x, kernel, offset, activation) -> None:
             )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
-            f"depthwise_convolution(activation={activation!r}): no such activation; there are "
+            f"depthwise_convolution(activation={activation!r}): unknown activation; choices are "
             f"{', '.join(ACTIVATIONS)} and None; choose one"
         )
 
@@ -96,8 +97,8 @@ def _require_kernel(x, kernel) -> None:
             f"depthwise_convolution(implementation='mosaic_gpu'): dtype is {x.dtype}; frames of "
             "float16 and bfloat16 are streamed; cast, or use implementation='xla'"
         )
-    # Of 256 features alone, frames lie one behind the other: Mosaic stores them as one line, which
-    # does not end where a sequence does.
+    # With 256 features alone, frames are contiguous: Mosaic stores them as one line, which does not
+    # end with a sequence.
     narrow = x.shape[2] % mosaic_gpu.FEATURES or x.shape[2] == mosaic_gpu.FEATURES
     if narrow or kernel.shape[0] > mosaic_gpu.MAX_WIDTH:
         raise NotImplementedError(

@@ -22,7 +22,7 @@ CHUNK = 16  # frames that move, and are summed, at a time
 FEATURES = 256  # of a warpgroup: two a thread
 WARPGROUPS = 4
 SEGMENT = 64  # frames of output between two starts, each of which loads what lies before again
-MAX_WIDTH = 33  # whose weights and sums find registers
+MAX_WIDTH = 33  # the largest whose weights and sums fit into registers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def unseen(self) -> int:
-        """How many of them it does not need."""
+        """Frames of `lead` that a chunk does not need."""
         return self.lead - (self.width - 1) // 2
 
     @property

@@ -1,4 +1,4 @@
-"""What a depthwise convolution means, in plain float32: the truth the kernel is compared with."""
+"""Depthwise convolution in plain float32, the reference of the kernel."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -31,7 +31,7 @@ class QuantizedNorm(NamedTuple):
     """A norm as one-byte values and a scale per row; the norm is values * scales[..., None].
 
     Attributes:
-      values: Of the type that was asked for; the largest of a row has the largest absolute value
+      values: Values of the requested type; the largest of a row becomes the largest absolute value
         of the type, 127 or 448.
       scales: In f32; 0 for a row of zeros.
       total: The residual sum in the dtype of x; None without a residual.
@@ -52,7 +52,7 @@ def layer_norm(
     implementation: dispatch.Implementation | None = None,
     tile: Tile | None = None,
 ) -> Float[Array, "*B D"]:
-    """(x - mean) / sqrt(variance + eps) * scale + bias over the last axis, computed in f32.
+    """Computes (x - mean) / sqrt(variance + eps) * scale + bias over the last axis, in f32.
 
     The kernel takes bfloat16 and float16 rows of 64 to 16,384 values: multiples of 64 up to 2,048,
     of 256 beyond.
@@ -71,7 +71,7 @@ def layer_norm(
       The normalised values, in the dtype of x.
 
     Raises:
-      ValueError: Shapes or dtypes that do not fit together, a budget the device lacks.
+      ValueError: Shapes or dtypes do not fit together, or the budget exceeds the device's SMs.
       NotImplementedError: The named implementation cannot do this width, dtype or device.
 
     Source: Ba, Kiros and Hinton 2016, equation 3.
@@ -103,8 +103,8 @@ def rms_norm(
       The normalised values, in the dtype of x.
 
     Raises:
-      ValueError: As for `layer_norm`.
-      NotImplementedError: As for `layer_norm`.
+      ValueError: See `layer_norm`.
+      NotImplementedError: See `layer_norm`.
 
     Source: Zhang and Sennrich 2019, equation 4.
     """
@@ -123,7 +123,7 @@ def add_layer_norm(
     implementation: dispatch.Implementation | None = None,
     tile: Tile | None = None,
 ) -> AddNorm:
-    """The LayerNorm of x + residual, and that sum, in one pass; arguments as for `layer_norm`.
+    """The LayerNorm of x + residual, and that sum, in one pass; arguments as of `layer_norm`.
 
     Args:
       x: Values; leading axes count as rows.
@@ -139,8 +139,8 @@ def add_layer_norm(
       The norm and the sum.
 
     Raises:
-      ValueError: As for `layer_norm`.
-      NotImplementedError: As for `layer_norm`.
+      ValueError: See `layer_norm`.
+      NotImplementedError: See `layer_norm`.
     """
     options = (sm_budget, implementation, tile)
     return AddNorm(*_dispatch("add_layer_norm", x, residual, scale, bias, eps, True, *options))
@@ -156,7 +156,7 @@ def add_rms_norm(
     implementation: dispatch.Implementation | None = None,
     tile: Tile | None = None,
 ) -> AddNorm:
-    """The RMSNorm of x + residual, and that sum, in one pass; arguments as for `layer_norm`.
+    """The RMSNorm of x + residual, and that sum, in one pass; arguments as of `layer_norm`.
 
     Args:
       x: Values; leading axes count as rows.
@@ -171,8 +171,8 @@ def add_rms_norm(
       The norm and the sum.
 
     Raises:
-      ValueError: As for `layer_norm`.
-      NotImplementedError: As for `layer_norm`.
+      ValueError: See `layer_norm`.
+      NotImplementedError: See `layer_norm`.
     """
     options = (sm_budget, implementation, tile)
     return AddNorm(*_dispatch("add_rms_norm", x, residual, scale, None, eps, False, *options))
@@ -207,8 +207,8 @@ def quantized_layer_norm(
       The quantised norm, its scales, and with a residual the sum.
 
     Raises:
-      ValueError: As for `layer_norm`; another dtype.
-      NotImplementedError: As for `layer_norm`.
+      ValueError: See `layer_norm`; also for an unknown dtype.
+      NotImplementedError: See `layer_norm`.
     """
     options = (sm_budget, implementation, tile)
     return _quantized("quantized_layer_norm", x, residual, scale, bias, eps, True, options, dtype)
@@ -241,8 +241,8 @@ def quantized_rms_norm(
       The quantised norm, its scales, and with a residual the sum.
 
     Raises:
-      ValueError: As for `quantized_layer_norm`.
-      NotImplementedError: As for `layer_norm`.
+      ValueError: See `quantized_layer_norm`.
+      NotImplementedError: See `layer_norm`.
     """
     options = (sm_budget, implementation, tile)
     return _quantized("quantized_rms_norm", x, residual, scale, None, eps, False, options, dtype)
@@ -251,7 +251,7 @@ def quantized_rms_norm(
 def _quantized(kernel, x, residual, scale, bias, eps, centred, options, dtype) -> QuantizedNorm:
     if dtype not in (names := [kind.name for kind in LARGEST]):
         raise ValueError(
-            f"{kernel}(dtype={dtype!r}): no such result; there are {', '.join(names)}; name one"
+            f"{kernel}(dtype={dtype!r}): unknown dtype; choices are {', '.join(names)}; choose one"
         )
     rest = (scale, bias, eps, centred, *options, jnp.dtype(dtype))
     values, *total, scales = _dispatch(kernel, x, residual, *rest)
@@ -280,7 +280,7 @@ def check_norm(kernel: str, x, residual, scale, bias, eps: float) -> None:
             "are alike; reshape or cast one"
         )
     if not eps >= 0:
-        raise ValueError(f"{kernel}(eps={eps}): it is at least 0; pass the model's epsilon")
+        raise ValueError(f"{kernel}(eps={eps}): eps must be at least 0; pass the model's epsilon")
 
 
 def _dispatch(

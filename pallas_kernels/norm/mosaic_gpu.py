@@ -24,11 +24,11 @@ SMEM_BYTES = 232_448
 MAX_WIDTH = 16_384
 WARP_ROW = 2_048  # The widest row that one warp can take: 64 values a thread.
 WIDE_STEP = 256  # Wider rows are taken by a warpgroup, in vectors of two values or more.
-RING_BYTES = 24 << 10  # Of x under way in each warpgroup: more does not help.
-# Registers in which a thread keeps its values of a row, of scale and of bias: where these find no
-# room, scale and bias are loaded for every row. By the number of warpgroups that share an SM.
+RING_BYTES = 24 << 10  # Bytes of x in flight in each warpgroup; more do not help.
+# Registers for a thread's values of a row, of scale and of bias, by the number of warpgroups that
+# share an SM. If they do not suffice, scale and bias are loaded for every row.
 KEPT_REGISTERS = {1: 120, 2: 120, 3: 96, 4: 72}
-CODE_SLOTS = 2  # Of the ring of quantised results.
+CODE_SLOTS = 2  # Slots of the ring of quantised results.
 TINY = 1e-30  # Stands for the largest absolute value of a row of zeros, which it quantises to 0.
 
 # The largest finite value of the types that results can be quantised to.
@@ -37,7 +37,7 @@ LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How a CTA streams rows.
+    """The sizes by which a CTA streams rows.
 
     Attributes:
       width: Values of a row.
@@ -100,7 +100,7 @@ class Tile:
 
     @property
     def layout(self) -> Any:
-        """How the values of `shape` lie in a warpgroup: in vectors of 16 bytes if the width can."""
+        """The layout of `shape` in a warpgroup: in vectors of 16 bytes if the width allows it."""
         vector = next(v for v in (8, 4, 2) if self.shape[1] % (32 * v) == 0)
         return plgpu.Layout.TILED(
             plgpu.Tiling(((4, 32 * vector), (vector,))),
@@ -111,7 +111,7 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What a warpgroup normalises at a time, a line a warp: four rows, or quarters of one."""
+        """The values that a warpgroup normalises at a time, a line a warp: four rows, or one."""
         return (4, self.width * self.rows // 4)
 
 
@@ -210,9 +210,9 @@ class Refs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is static about a norm; a co-run kernel runs one in a single warpgroup.
+    """The static part of a norm; a co-run kernel runs one in a single warpgroup.
 
-    `dtype` is what results are quantised to, `kept_registers` see KEPT_REGISTERS.
+    `dtype` is the dtype of quantised results; for `kept_registers` see KEPT_REGISTERS.
     """
 
     tile: Tile
@@ -338,7 +338,7 @@ def run_warpgroup(job: Job, refs: Refs, ring_of, me, workers: int) -> None:
 
 def _keep(job: Job, parameters) -> list[Any]:
     """Functions that give scale and bias: from registers, in f32 or as they are, or from memory."""
-    values = job.tile.width // (32 if job.tile.rows == 4 else 128)  # Of a row, in a thread.
+    values = job.tile.width // (32 if job.tile.rows == 4 else 128)  # Values of a row in one thread.
     loads = [functools.partial(_load_parameter, p, job) for p in parameters]
     if values * (1 + len(parameters)) <= job.kept_registers:
         kept = [load().astype(jnp.float32) for load in loads]
@@ -401,7 +401,7 @@ def _quantise(job: Job, dtype: jnp.dtype, normed, scales, row, partial):
     tile, largest = job.tile, LARGEST[dtype]
     peak = jnp.max(jnp.abs(normed), axis=1)
     partial[...] = peak
-    plgpu.commit_smem()  # What is read next is not written again before the chunk is stored.
+    plgpu.commit_smem()  # The chunk is stored before its slot is written again.
     peaks = [partial[j] for j in range(4)]
     if tile.rows == 1:
         peak = functools.reduce(jnp.maximum, peaks)

@@ -1,4 +1,4 @@
-"""What the norm kernels compute, in plain jnp and float32: the truth they are checked against."""
+"""Norms in plain jnp and float32, the reference of the kernels."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -32,7 +32,7 @@ def add(x: Float[Array, "*B D"], residual: Float[Array, "*B D"]) -> Float[Array,
 
 
 def quantization_scales(normed: Float[Array, "*B D"], largest: float) -> Float[Array, "*B"]:
-    """What the values of each row are divided by so that the largest becomes `largest`."""
+    """Returns the divisor of each row that turns its largest absolute value into `largest`."""
     return jnp.max(jnp.abs(normed), axis=-1) / largest
 
 

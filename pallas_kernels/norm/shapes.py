@@ -34,7 +34,7 @@ SHAPES = [
     NormShape(name="large 65536x2048", rows=65_536, width=2_048, centred=True),
 ]
 
-# Whose results are also quantised.
+# Shapes whose results are also quantised.
 QUANTIZED = [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[7]]
 
 # Widths at the edges of the layouts, rows that do not fill a chunk.

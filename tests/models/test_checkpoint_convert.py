@@ -189,7 +189,7 @@ def test_absent_parent_is_refused(tmp_path):
 
 
 def test_converted_folder_is_not_converted_again(converted, tmp_path):
-    with pytest.raises(models.CheckpointError, match="it is converted already"):
+    with pytest.raises(models.CheckpointError, match="the folder is converted already"):
         models.convert(converted[0], tmp_path / "out", report=quiet)
 
 

@@ -64,7 +64,7 @@ def test_nothing_said_is_nothing(tmp_path):
 @pytest.mark.parametrize("value", [["cat"], {"0": "cat", "2": "dog"}, {"a": "cat"}])
 def test_labels_without_their_numbers_are_refused(tmp_path, value):
     write(tmp_path, "config.json", {"id2label": value})
-    with pytest.raises(models.CheckpointError, match="id2label is not a name for each of 0, 1"):
+    with pytest.raises(models.CheckpointError, match="id2label does not name each of 0, 1"):
         models.load_labels(tmp_path)
 
 
@@ -89,5 +89,5 @@ def test_missing_and_malformed_vocabularies_are_refused(tmp_path):
     with pytest.raises(models.CheckpointError, match=r"has no tokenizer.json and no vocab.json"):
         models.load_vocabulary(tmp_path)
     write(tmp_path, "vocab.json", {"A": "0"})
-    with pytest.raises(models.CheckpointError, match="not a number for each text"):
+    with pytest.raises(models.CheckpointError, match="some texts have no number"):
         models.load_vocabulary(tmp_path)

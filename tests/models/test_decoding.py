@@ -125,7 +125,7 @@ def test_shapes_that_do_not_fit_are_refused(name):
         model.prefill(TOKENS[:, :9], LENGTHS, model.empty_cache(3, 8))
     with pytest.raises(models.InputError, match="2 sequences of 9 tokens"):
         model.decode(TOKENS[:, :1], model.empty_cache(2, 9))
-    with pytest.raises(models.InputError, match="both are 1 or more"):
+    with pytest.raises(models.InputError, match="both must be 1 or more"):
         model.empty_cache(3, 0)
 
 

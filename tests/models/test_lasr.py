@@ -185,7 +185,7 @@ def test_frames_are_counted_as_the_convolutions_make_them():
     [
         ((83, 16), None, r"\[batch, frames, 16\] is needed"),
         ((2, 83, 17), None, r"\[batch, frames, 16\] is needed"),
-        ((2, 12, 16), None, "12 frames; the first frame is made of 13"),
+        ((2, 12, 16), None, "12 frames; the first output needs 13"),
         ((2, 83, 16), (2, 18), r"attention_mask\): shape is \(2, 18\)"),
     ],
 )

@@ -116,7 +116,7 @@ def test_operands_that_do_not_fit_are_refused(args, error, message):
 
 
 def test_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="no such activation; there are gelu"):
+    with pytest.raises(ValueError, match="unknown activation; choices are gelu"):
         check_depthwise_convolution(zeros(1, 8, 256), zeros(3, 256), None, "swish")
 
 
