@@ -22,6 +22,7 @@ from pbjax.planning.profile_rows import measured_size
 from pbjax.planning.timetable import timetable
 from pbjax.program.analysis import analyse
 from pbjax.runtime.execution import SplitProgram, WeightLayout
+from tests.cases import long_but
 from tests.kernel_decoder import H200, LAYERS, B, F, decode_step, inputs, normal
 
 # Memory so fast that small products are bound by the Tensor Cores.
@@ -33,6 +34,12 @@ BUDGETS = {"TENSOR": 84, "MEMORY": 48}
 def analysis():
     with use_abstract_mesh(H200):
         return analyse(decode_step, inputs(B), device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def unsplit():
+    """The arrays that the model returns, called as it is."""
+    return jax.tree.leaves(decode_step(*inputs(B)))
 
 
 def split_program(analysis, sizes, staggers, sm_budgets):
@@ -69,13 +76,14 @@ def launches(jaxpr):
 @pytest.mark.parametrize(
     ("sizes", "staggers"), [((16,), (0,)), ((9, 7), (2, 0)), ((8, 5, 3), (2, 1, 0))]
 )
-@pytest.mark.parametrize("sm_budgets", [{}, BUDGETS, {"MEMORY": 1}])
-def test_split_programs_with_budgets_equal_the_unsplit_one(analysis, sizes, staggers, sm_budgets):
+@pytest.mark.parametrize("sm_budgets", long_but([{}, BUDGETS, {"MEMORY": 1}], BUDGETS))
+def test_split_programs_with_budgets_equal_the_unsplit_one(
+    analysis, unsplit, sizes, staggers, sm_budgets
+):
     program = split_program(analysis, sizes, staggers, sm_budgets)
-    given = inputs(B)
     weights = program.layout.pack(analysis.weights)
-    outputs = jax.jit(program.__call__)(weights, jax.tree.leaves(given))
-    for got, want in zip(outputs, jax.tree.leaves(decode_step(*given)), strict=True):
+    outputs = jax.jit(program.__call__)(weights, jax.tree.leaves(inputs(B)))
+    for got, want in zip(outputs, unsplit, strict=True):
         assert_close(got, want.astype(jnp.float32), reduction=F, roundings=8 * LAYERS)
 
 
