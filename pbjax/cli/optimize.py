@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pbjax.cli.source import Source
     from pbjax.graph.functional import Model
     from pbjax.tuning.batch_size import BatchChoice
+    from pbjax.tuning.estimate import Estimate
     from pbjax.tuning.report import Report
 
 AUTO = "auto"
@@ -279,6 +280,10 @@ def _optimize(
         if choice is not None:
             say(f"\n{choice}")
         inputs = examples.take(choice.batch_size if choice else _rows(examples, wanted))
+        expected = _estimate(loaded.model, inputs, wanted)
+        if expected is not None:
+            print(expected, file=sys.stderr)
+        start = time.perf_counter()
         fast = run(
             loaded.model,
             *inputs,
@@ -288,6 +293,9 @@ def _optimize(
             fuse=wanted.fuse,
             progress=progress,
         )
+        taken_s = time.perf_counter() - start
+        if expected is not None:
+            print(f"it took {taken_s:.0f} s; {expected.seconds:.0f} s expected", file=sys.stderr)
         report = fast.report()
         say(f"\n{report}")
         if wanted.exhaustive:
@@ -367,6 +375,21 @@ def _choice(
         measure=True,
         progress=lambda done, total, item: progress("choose batch", done, total, item),
     )
+
+
+def _estimate(model: "Model", inputs: tuple[object, ...], wanted: _Wanted) -> "Estimate | None":
+    """How long the work will take; None where fusion is to be given up, which the work finds."""
+    from pbjax.errors import FusionError
+    from pbjax.program.analysis import analyse
+    from pbjax.tuning.estimate import estimate, num_cores, probe_s, work_of
+
+    device = this_device("pbjax optimize")
+    try:
+        analysis = analyse(model, inputs, device=device, fuse=wanted.fuse)
+    except FusionError:
+        return None
+    work = work_of(analysis, wanted.profile, planned=wanted.plan is not None)
+    return estimate(work, probe_s(), num_cores())
 
 
 def _exhaustive_line(report: "Report", progress: _Progress) -> str:
