@@ -16,7 +16,7 @@ import typer
 
 from pbjax.cli.exits import interrupted_with
 from pbjax.cli.options import Figures, Html, Json, path_option, this_device, to_source
-from pbjax.cli.outputs import Outputs
+from pbjax.cli.outputs import Outputs, exhaustive_line
 from pbjax.errors import InputError
 from pbjax.files import check_writable
 from pbjax.planning.plan import Plan
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pbjax.graph.functional import Model
     from pbjax.tuning.batch_size import BatchChoice
     from pbjax.tuning.estimate import Estimate
-    from pbjax.tuning.report import Report
 
 AUTO = "auto"
 
@@ -299,7 +298,7 @@ def _optimize(
         report = fast.report()
         say(f"\n{report}")
         if wanted.exhaustive:
-            say(_exhaustive_line(report, progress))
+            say(exhaustive_line(report, progress))
         written = wanted.outputs.write(fast, inputs)
     if written:
         print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
@@ -390,24 +389,3 @@ def _estimate(model: "Model", inputs: tuple[object, ...], wanted: _Wanted) -> "E
         return None
     work = work_of(analysis, wanted.profile, planned=wanted.plan is not None)
     return estimate(work, probe_s(), num_cores())
-
-
-def _exhaustive_line(report: "Report", progress: _Progress) -> str:
-    """The best of all splits beside the one that the search found."""
-    from pbjax.planning.search import search
-    from pbjax.runtime.measured_programs import joined, milliseconds
-
-    if report.profile is None:
-        return "exhaustive: nothing was measured to predict splits from"
-    progress("exhaustive search", 0, 1, "")
-    found = search(report.summary, report.profile, report.batch_size, policy="exhaustive")
-    best = found.best
-    line = (
-        f"exhaustive optimum: {joined(best.split.sizes)}, "
-        f"{milliseconds(best.prediction.makespan_s)} ms, "
-        f"{found.evaluations:,} evaluations in {found.seconds:.1f} s"
-    )
-    if report.search is None:
-        return line
-    excess = report.search.best.prediction.makespan_s / best.prediction.makespan_s - 1
-    return f"{line}; the search is {excess:.2%} above it"

@@ -1,6 +1,7 @@
 """What `pbjax optimize` writes beside its report: the plan, a trace, figures, a page."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from pbjax.files import check_writable
 if TYPE_CHECKING:
     from pbjax.runtime.device_trace import Kernel
     from pbjax.tuning.optimized import Optimized
+    from pbjax.tuning.report import Report
 
 
 def check_drawable(figures: Path | None, html: Path | None) -> None:
@@ -106,3 +108,29 @@ def _kernels(fast: "Optimized", inputs: tuple[object, ...]) -> "tuple[Kernel, ..
         with jax.profiler.trace(folder):
             jax.block_until_ready(fast(*inputs))
         return read_kernels(Path(folder))
+
+
+def exhaustive_line(report: "Report", progress: Callable[[str, int, int, str], None]) -> str:
+    """The best of all splits beside the one that the search found, in a line.
+
+    Args:
+      report: The report of `optimize`.
+      progress: Called as progress(phase, done, total, item).
+    """
+    from pbjax.planning.search import search
+    from pbjax.runtime.measured_programs import joined, milliseconds
+
+    if report.profile is None:
+        return "exhaustive: nothing was measured to predict splits from"
+    progress("exhaustive search", 0, 1, "")
+    found = search(report.summary, report.profile, report.batch_size, policy="exhaustive")
+    best = found.best
+    line = (
+        f"exhaustive optimum: {joined(best.split.sizes)}, "
+        f"{milliseconds(best.prediction.makespan_s)} ms, "
+        f"{found.evaluations:,} evaluations in {found.seconds:.1f} s"
+    )
+    if report.search is None:
+        return line
+    excess = report.search.best.prediction.makespan_s / best.prediction.makespan_s - 1
+    return f"{line}; the search is {excess:.2%} above it"
