@@ -21,7 +21,7 @@ COLLISION = 0.6
 
 
 def alone_s(call: Call, peak_bytes_per_s: float) -> float:
-    """Seconds of a host or a guest in a launch of its own, with every SM.
+    """Seconds of a compute or memory kernel in a launch of its own, with every SM.
 
     Args:
       call: A call of a function in `pairs.HOSTS` or `pairs.GUESTS`.
@@ -38,21 +38,23 @@ def alone_s(call: Call, peak_bytes_per_s: float) -> float:
 
 
 def paired_s(call: Call) -> float:
-    """Seconds of a host with the tile that leaves a guest room, before the guest's are added."""
+    """Seconds of a compute kernel with the tile that leaves room for a memory kernel."""
     m, n, k, gated = _product(call)
     return tiles.predicted_s(m, n, k, gated=gated, ctas=dispatch.num_sms())
 
 
-def together_s(host_s: float, guest_s: float, total_bytes: float, peak_bytes_per_s: float) -> float:
-    """Seconds of a host and a guest in one launch.
+def together_s(
+    compute_s: float, memory_s: float, total_bytes: float, peak_bytes_per_s: float
+) -> float:
+    """Seconds of a compute kernel and a memory kernel in one launch.
 
     Args:
-      host_s: Seconds of the host, by `paired_s`.
-      guest_s: Seconds of the guest's part, by `alone_s`.
+      compute_s: Seconds of the compute kernel, by `paired_s`.
+      memory_s: Seconds of the memory kernel's part, by `alone_s`.
       total_bytes: Bytes that both read and write.
       peak_bytes_per_s: Bandwidth of the device's datasheet.
     """
-    computing_s = max(host_s, guest_s) + COLLISION * min(host_s, guest_s)
+    computing_s = max(compute_s, memory_s) + COLLISION * min(compute_s, memory_s)
     return max(computing_s, total_bytes / (TOGETHER_SHARE * peak_bytes_per_s))
 
 
@@ -60,7 +62,7 @@ def num_bytes(call: Call) -> float:
     """Bytes that a call reads and writes; a cache counts whole, since lengths are no shapes.
 
     Raises:
-      ValueError: It is no call of a host or a guest.
+      ValueError: It is no call of a compute or memory kernel.
     """
     given = call.arguments
     if call.name in GUESTS:
@@ -75,7 +77,7 @@ def num_bytes(call: Call) -> float:
 
 
 def _product(call: Call) -> tuple[int, int, int, bool]:
-    """Rows, columns and depth of a host's product, and whether it has two weights."""
+    """Rows, columns and depth of a compute kernel's product, and whether it has two weights."""
     if call.name not in HOSTS:
         raise ValueError(
             f"costs({call.name}): unknown kernel; choices are {', '.join((*HOSTS, *GUESTS))}; "

@@ -11,7 +11,7 @@ from pallas_kernels.corun.api import gemm_beside_decode_attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.gemm import gated_gemm, gemm
 
-# Work items of a guest that give every SM of a Hopper GPU one, nearly.
+# Work items of a memory kernel that give every SM of a Hopper GPU one, nearly.
 ITEMS_OF_A_PART = 128
 
 HOSTS = ("gemm", "gated_gemm")
@@ -32,7 +32,7 @@ class Call:
 
 
 def num_parts(memory: Call) -> int:
-    """Into how many parts of nearly equal work a guest can be divided."""
+    """Parts of nearly equal work that a memory kernel can be divided into."""
     return -(-memory.arguments["q"].shape[0] // _sequences_of_a_part(memory))
 
 
@@ -43,12 +43,12 @@ def _sequences_of_a_part(memory: Call) -> int:
 
 
 def part(memory: Call, first: int, count: int) -> Array:
-    """Parts first .. first + count - 1 of a guest, by itself."""
+    """Parts first .. first + count - 1 of a memory kernel, by itself."""
     return decode_attention(**_part(memory, first, count))
 
 
 def join(parts: Sequence[Array]) -> Array:
-    """A guest's result from those of all its parts in order."""
+    """A memory kernel's result from those of all its parts in order."""
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
@@ -65,7 +65,10 @@ def _part(memory: Call, first: int, count: int) -> dict[str, Any]:
 
 
 def beside(compute: Call, memory: Call, first: int, count: int) -> tuple[Any, Array]:
-    """A host, and parts of a guest: one launch, unless its cache is paged or its scores capped."""
+    """A compute kernel and parts of a memory kernel.
+
+    They are one launch, unless the cache is paged or the scores are capped.
+    """
     if memory.arguments["page_table"] is not None or memory.arguments["softcap"] is not None:
         compute_kernels = {"gemm": gemm, "gated_gemm": gated_gemm}
         return compute_kernels[compute.name](**compute.arguments), part(memory, first, count)

@@ -64,7 +64,7 @@ class DecodeLayerShape:
         }
 
     def parts(self, ctas: int, multiple: int = 16) -> dict[str, tuple[int, int]]:
-        """First and number of the other half's sequences that ride in each GEMM, by its time."""
+        """First and number of the other half's sequences that run beside each GEMM, by its time."""
         half, first, found = self.batch_size // 2, 0, {}
         seconds = {
             name: predicted_s(half, n, k, gated=name == "up", ctas=ctas)

@@ -34,12 +34,12 @@ type SubBatches = tuple[tuple[Item, ...], tuple[Item, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a device does beside products and attention.
+    """Rates of a device for all but products and attention.
 
     Attributes:
       peak_bytes_per_s: Bandwidth of its datasheet.
       reached: The device with the rates that it reaches.
-      launch_s: What a launch takes beside its work.
+      launch_s: Seconds that a launch takes beside its work.
     """
 
     peak_bytes_per_s: float
@@ -48,7 +48,7 @@ class Rates:
 
 
 def rates_of(device: Device) -> Rates:
-    """Rates of a device with the figures of its datasheet, by its ceilings where there are any."""
+    """Rates of a device: its measured ceilings, or shares of its datasheet where there are none."""
     reached = calibrated(device)
     if reached is device:
         bandwidth = COPY_SHARE * device.memory_bytes_per_s
@@ -70,7 +70,7 @@ class Costs:
         Args:
           graphs: With the same operations.
           sizes: Rows of each; they differ.
-          rates: Of the device.
+          rates: Rates of the device.
         """
         self._graphs = graphs
         self._sizes = sizes

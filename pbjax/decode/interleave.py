@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# A host carries guests for this many times its own seconds at most: the one warpgroup of an SM that
-# reads beside a product is slower than a kernel of readers, which the rest is left to.
+# A compute kernel takes memory work of at most this many times its own seconds: the one warpgroup
+# of an SM that reads beside a product is slower than a kernel of readers, which takes the rest.
 CAPACITY = 1.4
 
 
 class Role(StrEnum):
     """What an operation can do in a launch."""
 
-    COMPUTE = "host"
-    MEMORY = "guest"
+    COMPUTE = "compute"
+    MEMORY = "memory"
     ALONE = "alone"
 
 
@@ -30,12 +30,13 @@ class Item:
     """One operation of a sub-batch.
 
     Attributes:
-      role: Host, guest, or neither.
+      role: Compute kernel, memory kernel, or neither.
       seconds: Predicted, with the whole device to itself.
-      parts: Into how many pieces of equal time a guest can be divided.
-      paired_s: Of a host, in a launch that leaves a guest room, before the guest's are added.
-      num_bytes: That a host or a guest reads and writes.
-      join_s: Of a guest, to make one result of those of its pieces.
+      parts: Pieces of equal time that a memory kernel can be divided into.
+      paired_s: Seconds of a compute kernel in a launch that leaves room for a memory kernel, those
+        of the latter not included.
+      num_bytes: Bytes that a compute or memory kernel reads and writes.
+      join_s: Seconds to join the results of a memory kernel's pieces.
     """
 
     role: Role
@@ -48,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Parts first .. first + count - 1 of an operation; a host or lone operation has one part.
+    """Parts first .. first + count - 1 of an operation; all but memory kernels have one part.
 
     Attributes:
       sub_batch: Which of the two sub-batches.
@@ -65,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What runs next: an operation, or a host with a piece of a guest beside it."""
+    """An operation, or a compute kernel with a piece of a memory kernel beside it."""
 
     main: Piece
     memory: Piece | None = None
@@ -76,14 +77,14 @@ def interleave(
 ) -> tuple[Launch, ...]:
     """Orders the operations of two sub-batches.
 
-    Each sub-batch keeps its own order; every part of every operation runs exactly once. A guest is
-    shared out over the hosts that the other sub-batch runs before its own next guest, by their
-    seconds; what exceeds their capacity runs alone.
+    Each sub-batch keeps its own order; every part of every operation runs exactly once. A
+    memory kernel is shared out, by seconds, over the compute kernels that the other sub-batch runs
+    before its own next memory kernel; what exceeds their capacity runs alone.
 
     Args:
       first: Operations of one sub-batch, in program order.
-      second: Of the other.
-      capacity: Seconds of guest that a host carries for each of its own.
+      second: Operations of the other.
+      capacity: Seconds of memory work that a compute kernel takes for each second of its own.
     """
     sub_batches = (_SubBatchState(0, first), _SubBatchState(1, second))
     launches: list[Launch] = []
@@ -102,7 +103,7 @@ def interleave(
 
 
 class _SubBatchState:
-    """A sub-batch on its way; `done` parts of its current operation have run."""
+    """The state of a sub-batch; `done` parts of its current operation have run."""
 
     def __init__(self, number: int, items: Sequence[Item]):
         self.number = number
@@ -120,7 +121,7 @@ class _SubBatchState:
         return self.items[self.place].parts - self.done
 
     def compute_s(self) -> float:
-        """Seconds of the hosts from here to the next guest, or to the end."""
+        """Seconds of the compute kernels from here to the next memory kernel, or to the end."""
         total = 0.0
         for item in self.items[self.place :]:
             if item.role == Role.MEMORY:
@@ -139,7 +140,7 @@ class _SubBatchState:
 
 
 def _together(compute: _SubBatchState, memory: _SubBatchState, capacity: float) -> Launch:
-    """A host with its share of the guest that waits; without one if the share is below a part."""
+    """A compute kernel with its share of the waiting memory kernel, if that is a part or more."""
     seconds, total = compute.items[compute.place].paired_s, compute.compute_s()
     waiting = memory.items[memory.place]
     share = round(memory.left * seconds / total) if total > 0 else memory.left
@@ -150,9 +151,10 @@ def _together(compute: _SubBatchState, memory: _SubBatchState, capacity: float) 
 
 
 def _next_alone(sub_batches: Sequence[_SubBatchState]) -> _SubBatchState:
-    """Which lane goes on by itself.
+    """The sub-batch that goes on by itself.
 
-    Of two at hosts the one that is sooner at a guest, of two at guests the one further through.
+    If both are at compute kernels, it is the one that reaches a memory kernel sooner; if both are
+    at memory kernels, the one that has less of its own left.
     """
     going = [sub_batch for sub_batch in sub_batches if sub_batch.role is not None]
     if all(sub_batch.role == Role.COMPUTE for sub_batch in going):

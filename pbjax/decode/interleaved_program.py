@@ -24,7 +24,7 @@ def call_of(operation: Operation, operands: Sequence) -> pairs.Call:
     """The call that a kernel operation was traced from.
 
     Args:
-      operation: Of a host or a guest.
+      operation: A compute or memory kernel.
       operands: Its operands, or their shapes and dtypes.
     """
     return pairs.Call(
@@ -46,7 +46,7 @@ class InterleavedProgram:
 
     Attributes:
       graphs: The model traced at the sizes of the two sub-batches.
-      launches: What runs, in order.
+      launches: The launches, in order.
     """
 
     graphs: tuple[Graph, Graph]
@@ -60,7 +60,7 @@ class InterleavedProgram:
         Args:
           weights: Leaves of the params, then captured arrays.
           first: Leaves of the inputs of one sub-batch.
-          second: Of the other.
+          second: Inputs of the other.
         """
         sub_batches = [
             _SubBatchState(graph, weights, inputs)
@@ -85,7 +85,7 @@ class InterleavedProgram:
 
 
 class _SubBatchState:
-    """The values of one sub-batch on its way; parts of a guest are kept until it is whole."""
+    """The values of one sub-batch; parts of a memory kernel are kept until all have run."""
 
     def __init__(self, graph: Graph, weights: Sequence[Array], inputs: Sequence[Array]):
         self._graph = graph
@@ -121,7 +121,7 @@ class _SubBatchState:
         self._values.update(zip(operation.outputs, whole, strict=True))
 
     def outputs(self) -> list[Array]:
-        """What the model returns for this sub-batch."""
+        """The model's outputs for this sub-batch."""
         return [self._read(atom) for atom in self._graph.outputs]
 
     def _read(self, atom: int | Literal) -> Array:

@@ -32,7 +32,7 @@ class StepWorkload:
 
     Attributes:
       analysis: The step.
-      layout: Where the state is; as one piece.
+      layout: The place of the state, which is one piece.
       leaves: Leaves of the example inputs.
       specs: Predicted launches of two sub-batches at any sizes; None if the batch has none.
     """

@@ -1,4 +1,4 @@
-"""What is reported of a step beside what every function's report says."""
+"""The part of a report that only steps have."""
 
 from pbjax.decode.interleave import Role
 from pbjax.decode.interleaved_program import role_of

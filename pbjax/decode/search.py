@@ -28,7 +28,7 @@ from pbjax.tuning.shortlist import (
 # Sizes that are searched are multiples of a power of two of rows, at most this: products have tiles
 # of 128 and 256 rows.
 LARGEST_UNIT = 128
-# Predictions are good to a tenth: a way that is predicted to be slower than that is not compiled.
+# Predictions are good to a tenth: sub-batches predicted to be slower than that are not compiled.
 HOPELESS = 1.1
 
 
@@ -39,10 +39,10 @@ class InterleavedSpec:
     Attributes:
       sizes: Rows of each.
       sub_batches: The operations of each.
-      rates: Of the device.
-      launches: What runs, in order.
+      rates: Rates of the device.
+      launches: The launches, in order.
       predicted_s: Seconds of the launches.
-      overlapped_fraction: Share of the guests' seconds that rides in a host.
+      overlapped_fraction: Share of the memory kernels' seconds that runs beside compute kernels.
     """
 
     sizes: tuple[int, int]
@@ -74,14 +74,14 @@ class SpecSearch:
         return sum(item.seconds for item in self._items_at(self._batch_size))
 
     def best(self) -> InterleavedSpec | None:
-        """The way to interleave that is predicted to be fastest; None if nothing can ride."""
+        """The sizes that are predicted to be fastest; None if nothing can overlap."""
         first_sizes = _first_sizes(self._batch_size)
         specs = [self.at((first, self._batch_size - first)) for first in first_sizes]
         overlapped_fraction = [spec for spec in specs if spec.overlapped_fraction > 0]
         return min(overlapped_fraction, key=lambda spec: spec.predicted_s, default=None)
 
     def at(self, sizes: tuple[int, ...]) -> InterleavedSpec:
-        """The way with these sizes, whether or not anything can ride."""
+        """The launches of these sizes, whether or not anything overlaps."""
         first, second = sizes
         return _spec((first, second), (self._items_at(first), self._items_at(second)), self._rates)
 
@@ -115,12 +115,12 @@ def _overlap(launches: Sequence[Launch], sub_batches: SubBatches) -> float:
     total = sum(
         item.seconds for sub_batch in sub_batches for item in sub_batch if item.role == Role.MEMORY
     )
-    rides = 0.0
+    overlapped = 0.0
     for launch in launches:
         if launch.memory:
             item = sub_batches[launch.memory.sub_batch][launch.memory.item]
-            rides += item.seconds * launch.memory.count / item.parts
-    return rides / total if total else 0.0
+            overlapped += item.seconds * launch.memory.count / item.parts
+    return overlapped / total if total else 0.0
 
 
 def step_shortlist(request: Request, analysis: Analysis, specs: SpecSearch | None) -> Shortlist:

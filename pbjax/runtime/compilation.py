@@ -23,7 +23,7 @@ from pbjax.runtime.program_cache import program_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
-    """One way to run a batch.
+    """A program to run a batch with.
 
     Attributes:
       sizes: Rows of each sub-batch.
@@ -80,7 +80,7 @@ class CompiledProgram:
     """A program that can be called.
 
     Attributes:
-      spec: What it runs.
+      spec: The spec of the program.
       program: The executable; its first argument is the weights.
       weights: Its weights, made of the model's own params.
       temporary_bytes: Device memory beside weights, inputs and outputs.
@@ -107,7 +107,7 @@ class LoweredProgram:
 
     Attributes:
       analysis: The model.
-      spec: What it runs.
+      spec: The spec of the program.
       lowered: The program.
       own_weights: Makes its weights of the model's own params.
       lower_s: Seconds that lowering took.
@@ -157,7 +157,7 @@ def lower(
 
     Args:
       analysis: The model.
-      spec: What the function runs.
+      spec: The spec that the function implements.
       jitted: The function.
       arguments: Arrays or shapes of its arguments.
       own_weights: Makes its first argument of the model's own params.

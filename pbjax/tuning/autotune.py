@@ -34,7 +34,7 @@ PLAIN_WINS = "the model as it was given is faster than with the kernels that fus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What tuning came to.
+    """The outcome of tuning.
 
     Attributes:
       kept: The program that runs.

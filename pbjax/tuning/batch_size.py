@@ -40,13 +40,13 @@ class BatchChoice:
 
     Attributes:
       model: Name of the model.
-      device_kind: Of the device that it is for.
+      device_kind: Kind of the device that the choice is for.
       latency_s: The longest that a call may take; None = any.
       choice: The batch, the next best, and what decided.
-      predicted: What was predicted, by batch.
-      measured: What was measured, by batch; empty if nothing was.
+      predicted: Predicted points, by batch size.
+      measured: Measured points, by batch size; empty if nothing was measured.
       largest_batch: The most rows that fit the device's memory.
-      kv_bytes_per_row: Of the KV cache; 0 without one.
+      kv_bytes_per_row: Bytes of the KV cache for one row; 0 without one.
     """
 
     model: str
@@ -119,7 +119,7 @@ def choose_batch(
       model: An nnx or linen module, a method of one, or any callable; of arrays or of their shapes.
       *inputs: Inputs of a call, or their shapes and dtypes, at any batch.
       device: The device, or its kind.
-      variables: Of an unbound linen module.
+      variables: Variables of an unbound linen module.
       batch_axes: Where the batch is in the inputs, as in `optimize`.
       cache: Which of the inputs hold a KV cache.
       latency_s: The longest that a call may take; None = any.

@@ -93,7 +93,7 @@ class _Case:
       name: What is measured, as the table and key of a field of `Ceilings`; of several of one name
         the fastest counts.
       function: The program.
-      shapes: Of its operands.
+      shapes: Shapes of its operands.
       amount: FLOPs, bytes, evaluations or kernels of one call.
       optional: Whether a device may be without it.
       between: Bounds of the numbers, evenly spread; None for those of a normal distribution.
@@ -117,7 +117,7 @@ def calibrate(
     """Measures the first device of JAX.
 
     Args:
-      device_kind: What the device is called, as in `Device.kind`.
+      device_kind: Name of the device, as in `Device.kind`.
       progress: Called as progress(phase, done, total, item).
       sizes: How much is measured; None takes what suits a GPU or a CPU.
       turn: Entered once all is compiled, for as long as the device is measured.

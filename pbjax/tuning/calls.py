@@ -47,7 +47,7 @@ class StackedWeights:
 
     @property
     def pack(self) -> Pack:
-        """As the class says."""
+        """From leaves of any params of the model to the stacked weights."""
         return partial(_stack, self.layout, self._analysis.prepare)
 
     @cached_property

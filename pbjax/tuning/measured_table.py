@@ -143,13 +143,13 @@ class PreparedTable:
 
     Attributes:
       analysis: The model.
-      start: What is known.
+      start: The known rows.
       runs: Stages to measure alone.
       pairs: Stages to measure side by side.
       timer: Times a stage, which is compiled.
       pair_timer: Times two.
-      path: Where the table is saved after every row, or None.
-      warning: As in `Measurements`.
+      path: File that the table is saved to after every row; None to keep it in memory.
+      warning: See `Measurements`.
     """
 
     analysis: Analysis
@@ -221,13 +221,13 @@ def _check(analysis: Analysis, known: Profile, path: Path | None) -> str:
 def relabelled(
     summary: ProgramSummary, profile: Profile, batch_size: int, device: Device
 ) -> ProgramSummary:
-    """The outline with every stage in the class that its measured time says.
+    """The program with every stage in the class that its measured time is nearest to.
 
     Args:
       summary: Stages labelled by their predicted time.
-      profile: What was measured of them.
+      profile: Their measured rows.
       batch_size: The rows at which the measured time is compared with the bounds.
-      device: Whose bounds.
+      device: The device whose peak rates give the bounds.
     """
 
     def measured(stage: StageInfo | None) -> StageInfo | None:
@@ -256,7 +256,7 @@ def _measured_class(
       stage: The stage.
       seconds: Its measured seconds.
       batch_size: At this many rows.
-      device: What it was measured on.
+      device: The device that it was measured on.
     """
     other = stage.flops_per_row - stage.contraction_flops_per_row
     moved = batch_size * stage.bytes_per_row + stage.weight_bytes

@@ -1,4 +1,4 @@
-"""What a search found without the device: as a plan, as text and as plain data."""
+"""The outcome of a search without the device: as a plan, as text and as plain data."""
 
 import datetime
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def plan_of(
       analysis: The model.
       summary: The stages that were searched.
       profile: Their measured table.
-      found: What was searched.
+      found: The result of the search.
 
     Returns:
       The plan, with the best split beside the unsplit program whichever is kept.
@@ -111,7 +111,7 @@ def reason(
       whole: The unsplit batch.
       split: The best split; None if the batch cannot be split.
       sequential_s: Predicted seconds of the split's sub-batches one after the other.
-      noise_s: What a split must gain.
+      noise_s: Seconds that a split must gain.
     """
     unsplit_s = whole.prediction.makespan_s
     if split is None or sequential_s is None or not unsplit_s:
@@ -138,7 +138,7 @@ def document_of(plan: Plan, found: SearchResult, best: SearchResult | None) -> d
 
     Args:
       plan: The plan.
-      found: What was searched.
+      found: The result of the search.
       best: The exhaustive search, if there was one.
     """
     document: dict[str, object] = {
@@ -177,9 +177,9 @@ def plan_text(
     Args:
       plan: The plan.
       profile: The table that it rests on.
-      found: What was searched.
+      found: The result of the search.
       best: The exhaustive search, if there was one.
-      title: What the model is called.
+      title: Name of the model.
     """
     where = profile.provenance
     lines = [

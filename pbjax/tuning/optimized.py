@@ -30,7 +30,7 @@ class Bucket:
       signature: Shape and dtype of each input leaf.
       program: Compiled; called as program(weights, *leaves), returns the model's output.
       pack: From leaves of the params to the weights that the program takes.
-      weights: What pack returned for the model's own params.
+      weights: The weights of the model's own params.
     """
 
     batch_size: int
@@ -90,7 +90,7 @@ class Optimized:
 
         Args:
           runner: Runs them.
-          report: What was found out on the way, the plan included.
+          report: The report, with the plan.
         """
         self._runner = runner
         self._report = report

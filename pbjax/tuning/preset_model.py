@@ -25,13 +25,13 @@ _USUAL_LENGTH = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPass:
-    """What is asked about.
+    """A forward pass of a preset.
 
     Attributes:
       model: Name of a preset, or a folder.
       batch_size: Rows.
       seq_len: Tokens or frames of a row; None for images, and for the usual length.
-      dtype: Of weights and activations.
+      dtype: Dtype of weights and activations.
     """
 
     model: str
@@ -41,7 +41,7 @@ class ForwardPass:
 
     @property
     def name(self) -> str:
-        """Of the model, and of the file of its table."""
+        """Name of the model and of its table's file."""
         return Path(self.model).name
 
     @property

@@ -28,7 +28,7 @@ class SplitTimetable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReport:
-    """What was found out about the state of a step, and about what can overlap in it.
+    """The state of a step, and the kernels that can overlap in it.
 
     Attributes:
       state_bytes: Bytes of the state.
@@ -67,7 +67,7 @@ class Report:
 
     Attributes:
       model: Name of the model.
-      device_kind: Of the device it was optimised on.
+      device_kind: Kind of the device.
       batch_size: Rows of the batch.
       classes: Operations by resource class.
       unknown: Primitives whose cost is not known; they count by their bytes.
@@ -77,13 +77,13 @@ class Report:
       measured_summary: The stages in the classes that their measured time says; None without one.
       profile: The measured table; None if nothing was searched.
       rows_measured: How many rows of it were measured in this call.
-      search: None if the split was given.
-      timetables: Of the staggered programs, that of the plan first.
-      programs: What was compiled and timed.
+      search: The search; None if the split was given.
+      timetables: Timetables of the staggered programs, that of the plan first.
+      programs: Programs that were compiled and timed.
       plan: The decision.
-      phases: Where the time went.
+      phases: Seconds of the phases.
       warnings: Things that changed a result or a cost.
-      fusion: What became of the model by kernels.
+      fusion: The kernels that fusion put in place.
       state: The state of a step; None for a function without state.
     """
 
@@ -169,13 +169,13 @@ def report_of(
     phases: Sequence[Phase],
     state: StateReport | None = None,
 ) -> Report:
-    """What was found out on the way to a decision.
+    """The report of a decision.
 
     Args:
       analysis: The function.
       shortlist: The programs that were worth building.
-      tuned: What tuning came to.
-      phases: Where the time went.
+      tuned: The outcome of tuning.
+      phases: Seconds of the phases.
       state: The state of a step.
     """
     measurements, plan = shortlist.measurements, tuned.plan

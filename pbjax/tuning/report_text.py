@@ -90,7 +90,7 @@ def profile_section(report: "Report") -> str:
 
 
 def search_section(report: "Report") -> str:
-    """What the search tried and chose."""
+    """The candidates that the search tried and chose."""
     result = report.search
     if result is None:
         return ""
@@ -150,7 +150,7 @@ def _standing(split: "SplitTimetable", report: "Report") -> str:
 
 
 def phases_section(phases: Sequence[Phase]) -> str:
-    """Where the time of `optimize` went."""
+    """Seconds of the phases of `optimize`."""
     total = sum(phase.seconds for phase in phases)
     parts = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in phases)
     return f"phases: {total:.1f} s: {parts}"

@@ -168,7 +168,7 @@ class Request:
 
 
 def this_device(given: Device | None) -> Device:
-    """The figures of the first device of JAX, unless others are given for its kind.
+    """The rates of the first device of JAX, unless others are given for its kind.
 
     Raises:
       DeviceError: They are of another kind, or nothing is known about this one.
@@ -196,5 +196,5 @@ def _check_types(*, plan: object, profile: object, device: object, progress: obj
     if progress is not None and not callable(progress):
         raise InputTypeError(
             f"optimize(progress): a {type(progress).__name__}; a function of (phase, done, total, "
-            "item) is allowed; pass such, or leave out progress="
+            "item) is allowed; pass a function, or leave out progress="
         )

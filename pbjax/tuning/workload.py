@@ -1,4 +1,4 @@
-"""What is tuned, as the tuning core sees it: a call without state, or a step that carries state."""
+"""A workload as the tuning core sees it: a call without state, or a step that carries state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class TimedProgram:
     Attributes:
       program: The program.
       seconds: Seconds of a call, round by round.
-      overlapped_share: As in `MeasuredProgram`.
+      overlapped_share: See `MeasuredProgram`.
     """
 
     program: CompiledProgram
@@ -67,7 +67,7 @@ class TimedProgram:
 
     @property
     def spec(self) -> ProgramSpec:
-        """What the program runs."""
+        """The spec of the program."""
         return self.program.spec
 
     @property

@@ -1,4 +1,4 @@
-"""Two sub-batches interleaved: every part once, in order, and as much beside hosts as has room."""
+"""Two sub-batches interleaved: every part once, in order, as much beside products as has room."""
 
 import pytest
 from hypothesis import given
@@ -98,7 +98,7 @@ def test_a_guest_that_cannot_be_divided_rides_whole_in_the_next_host():
 
 
 def test_more_layers_need_no_more_kinds_of_launches():
-    # Each kind is a kernel to compile: how many parts of which guest ride in which host.
+    # Each kind is a kernel to compile: so many parts of a memory kernel beside a compute kernel.
     def kinds(num_layers):
         program = decoder(num_layers, 1.0, (0.1, 0.1, 0.5, 0.3))
         launches = interleave(program, program)

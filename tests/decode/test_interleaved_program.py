@@ -1,4 +1,4 @@
-"""Two interleaved halves of a decoder compute what the whole does, whatever rides where."""
+"""Two interleaved halves of a decoder compute what the whole does, whatever runs beside what."""
 
 import functools
 
