@@ -17,7 +17,9 @@ from benchmarks.whole_batch import CASES, run
 def main() -> None:
     """Reads the options, and starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=CASES, help="preset:batch x length")
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, help="preset:batch, or preset:batch x length"
+    )
     parser.add_argument("--commit", default="", help="recorded; read from git if not given")
     parser.add_argument("--out", type=new_file, help="JSON file to write")
     run(parser.parse_args())

@@ -20,7 +20,7 @@ from pbjax.tuning.autotune import Tuned, autotune
 from pbjax.tuning.calls import CallWorkload, StackedWeights
 from pbjax.tuning.shortlist import Shortlist, whole_programs
 
-CASES = ["bert-base:4x128", "conformer-l:4x512", "vit-base:8x197", "gpt2-xl:1x128"]
+CASES = ["bert-base:4x128", "conformer-l:4x512", "vit-base:8", "gpt2-xl:1x128"]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,21 +54,21 @@ def tuned(case: str, kind: str) -> Tuned:
     return autotune(workload, shortlist, Phases())
 
 
-def parsed(case: str) -> tuple[str, int, int]:
-    """Preset, batch size and length of a case.
+def parsed(case: str) -> tuple[str, int, int | None]:
+    """Preset, batch size and length of a case; images have no length.
 
     Raises:
       InputError: It is written in another way.
     """
     name, _, sizes = case.partition(":")
     try:
-        batch_size, length = map(int, sizes.split("x"))
+        batch_size, *length = map(int, sizes.split("x"))
     except ValueError:
         raise InputError(
-            f"--cases {case}: not a case; preset:batch x length is allowed; write it as "
-            "bert-base:4x128"
+            f"--cases {case}: not a case; preset:batch or preset:batch x length is allowed; "
+            "write it as bert-base:4x128"
         ) from None
-    return name, batch_size, length
+    return name, batch_size, length[0] if length else None
 
 
 def row(case: str, found: Tuned) -> dict:
