@@ -35,7 +35,7 @@ class InputTypeError(PbjaxError, TypeError):
 
 
 class ModelError(PbjaxError, ValueError):
-    """A model cannot run in sub-batches: it mixes its batch, keeps state, or cannot be traced."""
+    """A model keeps state or cannot be traced, or it is to be split and its batch cannot be."""
 
 
 class FileError(PbjaxError, ValueError):

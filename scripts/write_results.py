@@ -22,6 +22,7 @@ PAGES = {
     "fusion": (overlap.fusion, "plain Flax models with kernels put in place"),
     "optimize": (None, "everything that `optimize` prints of BERT-Base, splits included"),
     "ablation": (overlap.ablation, "splits of forward passes, a product beside decode attention"),
+    "whole": (overlap.whole, "the whole batch as written, in one loop, and as one graph"),
     "steps": (overlap.steps, "decode steps as two interleaved sub-batches"),
     "gemm": (kernels.gemm, "matrix products against cuBLASLt"),
     "attention": (kernels.attention, "attention and decode attention against cuDNN"),

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pbjax.batch_axes.inputs import BatchAxes, find_batch
 from pbjax.device import Device
 from pbjax.errors import InputError
 from pbjax.graph.functional import Model, functional
-from pbjax.program.analysis import BatchAxes, find_batch
 from pbjax.roofline.batch_study import (
     BATCH_NODES,
     PLATEAU,

@@ -182,14 +182,48 @@ def steps(tables: Tables) -> str:
             _steps(tables["bench_step"]["rows"]),
         ),
         section(
+            "Measured again",
+            "The same with given sizes in another run: the gain depends on the card and the day.",
+            _steps(tables["bench_step_again"]["rows"]),
+        ),
+        section(
             "Two kernels of one graph",
             "The same overlap without co-run kernels: two sequences of kernels in one CONCURRENT "
             "graph, products and reading each with an SM budget. Medians of four processes. Not "
             "part of `optimize`.",
             _graphs(tables["bench_graph_step"]["rows"]),
         ),
-        conditions(tables, "bench_step", "bench_graph_step"),
+        conditions(tables, "bench_step", "bench_step_again", "bench_graph_step"),
     )
+
+
+def whole(tables: Tables) -> str:
+    """The page of programs of the whole batch."""
+    return page(
+        "The whole batch: as written, scanned, one graph",
+        "Forward passes of small batches in plain JAX with the kernels that fusion finds, "
+        "bfloat16, random weights; programs of one process, timed in turn. *one graph* is the "
+        "whole program as one CONCURRENT CUDA graph; *scanned* runs the layers in one loop. "
+        "`optimize` compares them all and keeps the fastest. Why: "
+        "[method](../design/method.md).",
+        section("Milliseconds a call", _whole(tables["bench_whole"]["rows"])),
+        conditions(tables, "bench_whole"),
+    )
+
+
+def _whole(rows: Iterable[Row]) -> str:
+    found = [
+        (
+            row["case"].replace(":", ", "),
+            label.removeprefix("unsplit").removeprefix(", ") or "as written",
+            ms(seconds),
+            ratio(row["seconds"]["unsplit"] / seconds),
+            "kept" if label == row["kept"] else "",
+        )
+        for row in rows
+        for label, seconds in row["seconds"].items()
+    ]
+    return table(("model, batch x length", "program", "ms", "over as written", ""), found)
 
 
 def _steps(rows: Iterable[Row]) -> str:

@@ -200,7 +200,7 @@ def test_csv_has_achieved_rates_of_what_was_measured():
     assert float(row["achieved_flops_per_s"]) == pytest.approx(half)
 
 
-class ScanLinks(HTMLParser):
+class Links(HTMLParser):
     def __init__(self):
         super().__init__()
         self.found, self.tags, self.data, self.inside = [], [], "", None
@@ -229,7 +229,7 @@ def findings(**changes):
 
 def test_the_page_fetches_nothing_and_holds_all_data(tmp_path):
     write_page(findings(), tmp_path / "report.html")
-    parser = ScanLinks()
+    parser = Links()
     parser.feed((tmp_path / "report.html").read_text())
     assert parser.found
     assert all(link.startswith(("data:", "#")) for link in parser.found)
