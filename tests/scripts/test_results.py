@@ -40,7 +40,7 @@ def test_pages_are_those_of_the_measured_files(results, capsys):
 @pytest.mark.parametrize("page", ["README.md", "docs/results/models.md", "docs/results/README.md"])
 def test_a_page_that_was_edited_is_named(results, copy, capsys, page):
     path = copy / page
-    path.write_text(re.sub(r"0\.36|14,884", "15,884", path.read_text()))
+    path.write_text(re.sub(r"0\.36|14,\d{3}", "15,884", path.read_text()))
     assert results.check(copy) == 1
     assert capsys.readouterr().err.startswith(f"{page}: differs from profiles/")
 
