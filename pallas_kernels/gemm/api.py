@@ -239,12 +239,12 @@ def run_groups(
             moments=epilogue.moments,
         )
     results = _matmul(
-        tuple(_padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
+        tuple(padded(x.reshape(m, k)) for x, m in zip(xs, rows, strict=True)),
         weights,
         bias,
         None
         if residuals is None
-        else tuple(_padded(r.reshape(m, n)) for r, m in zip(residuals, rows, strict=True)),
+        else tuple(padded(r.reshape(m, n)) for r, m in zip(residuals, rows, strict=True)),
         None if row_scales is None else tuple(a.reshape(-1) for a in row_scales),
         epilogue=epilogue,
         tile=tile,
@@ -255,7 +255,7 @@ def run_groups(
     return [*found, *results[len(xs) :]]
 
 
-def _padded(x):
+def padded(x):
     """With rows of zeros up to the next multiple of 8, as swizzled copies want them."""
     return jnp.pad(x, ((0, -x.shape[0] % ROWS), (0, 0))) if x.shape[0] % ROWS else x
 

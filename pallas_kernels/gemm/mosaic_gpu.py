@@ -6,275 +6,34 @@ of a tile stops them. The two multiplying warpgroups either take alternate tiles
 epilogue runs beside the other's products) or halves of the same tile ("cooperative": half the
 operand traffic per product). CTAs may form clusters of two that share one operand by multicast.
 
-The result is a list of segments, rectangles of equal tiles: one per input that shares the weight,
-and where the last columns are narrower tiles, one more for each. A CTA's share of the list runs on
-from segment to segment.
+Operands are of 16 bits, or of 8: FP8 (e4m3), summed in the tensor cores or by turns in f32, and
+int8, summed exactly. With 8 bits the weight is (N, K), as WGMMA reads no other, and the epilogue
+multiplies by a scale for each column and, if given, for each row.
 
 Edges: TMA fills with zeros what lies beyond an operand and clips what lies beyond the result, so M,
 N and K need not divide by the tile: M must be a multiple of 8, K and N of 64. Not here: products
-with a weight for each input, quantised types.
+with a weight for each input.
 """
 
 import dataclasses
 import functools
-import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.gemm import rows
-from pallas_kernels.gemm.activations import ACTIVATIONS, Activation
+from pallas_kernels.gemm.activations import ACTIVATIONS
+from pallas_kernels.gemm.plan import CONSUMERS, PIECE, SMEM_BYTES, Epilogue, Plan, Segment, Tile
 from pallas_kernels.mosaic import plgpu
+from pallas_kernels.quantization import rounded
 
-CONSUMERS = 2
-PIECE = 64  # Rows and columns that the epilogue stores at a time: one swizzled row is 128 bytes.
-SMEM_BYTES = 232_448
 REGISTERS = (232, 40)  # Of each thread that multiplies and that copies; 64.5 k of an SM's 65.5 k.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """What one multiplying warpgroup computes at a time, and how operands reach it.
-
-    Attributes:
-      tile_m: Rows of its accumulator.
-      tile_n: Columns of its accumulator, or of each of two for a gated product.
-      tile_k: Depth of one slot of the ring.
-      pipeline_depth: Slots of the ring.
-      schedule: Whether the two warpgroups take alternate tiles or halves (in rows) of each.
-      cluster: The dimension along which two CTAs form a cluster: those along "m" share the weight's
-        slot, those along "n" the input's. None: no clusters.
-      weights: Accumulators: 2 for a gated product.
-      store_slots: Buffers of one piece each between accumulator and result, per warpgroup.
-      raster_width: Height, in (cluster) tiles, of the bands of rows in which tiles are visited.
-      in_flight: Steps whose products may still run when the next are issued: with 0 a slot is free
-        one step earlier.
-      narrow_cols: How many columns of tiles are 64 narrower. They come last in every CTA's share,
-        fill the columns that the others leave, and even out the last wave.
-    """
-
-    tile_m: int = 128
-    tile_n: int = 128
-    tile_k: int = 64
-    pipeline_depth: int = 6
-    schedule: Literal["pingpong", "cooperative"] = "pingpong"
-    cluster: Literal["m", "n"] | None = None
-    weights: int = 1
-    store_slots: int = 2
-    raster_width: int = 8
-    in_flight: int = 1
-    narrow_cols: int = 0
-
-    def __post_init__(self):
-        """Checks what WGMMA, TMA and the register file allow."""
-        if self.tile_m % 64 or self.tile_n % 64 or self.tile_k != 64:
-            raise ValueError(
-                f"Tile({self.tile_m}, {self.tile_n}, {self.tile_k}): WGMMA takes 64 rows at a "
-                "time, a swizzled row is 64 elements; tile_m and tile_n are multiples of 64, "
-                "tile_k is 64; choose such a tile"
-            )
-        if self.tile_n > 256 or self.block_m > 256:
-            raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}): a TMA box has at most 256 "
-                "rows, a WGMMA 256 columns; lower them"
-            )
-        registers = self.weights * self.tile_m * self.tile_n // 128
-        if registers > 192:
-            raise ValueError(
-                f"Tile(tile_m={self.tile_m}, tile_n={self.tile_n}, weights={self.weights}): "
-                f"accumulators need {registers} registers a thread; 192 leave room for the rest; "
-                "lower the tile"
-            )
-        if self.in_flight not in (0, 1):
-            raise ValueError(
-                f"Tile(in_flight={self.in_flight}): 0 or 1 step can be left; choose one"
-            )
-        if self.pipeline_depth < 2 or self.store_slots < 1 or self.raster_width < 1:
-            raise ValueError(
-                f"Tile(pipeline_depth={self.pipeline_depth}, store_slots={self.store_slots}, "
-                f"raster_width={self.raster_width}): at least 2, 1 and 1 are needed; raise them"
-            )
-        if self.narrow_cols < 0 or (self.narrow_cols and self.tile_n not in (128, 192)):
-            raise ValueError(
-                f"Tile(tile_n={self.tile_n}, narrow_cols={self.narrow_cols}): tiles of 128 or 192 "
-                "columns have narrower ones of 64 or 128; choose such a tile, or 0"
-            )
-        if self.smem_bytes > SMEM_BYTES:
-            raise ValueError(
-                f"{self}: needs {self.smem_bytes} bytes of shared memory; an SM has {SMEM_BYTES}; "
-                "lower pipeline_depth or store_slots"
-            )
-
-    @property
-    def block_m(self) -> int:
-        """Rows of the input in one slot."""
-        return self.tile_m * (CONSUMERS if self.schedule == "cooperative" else 1)
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of one CTA for 16-bit types, barriers included."""
-        ring = self.pipeline_depth * (self.block_m + self.weights * self.tile_n) * self.tile_k
-        pieces = CONSUMERS * self.store_slots * PIECE * PIECE
-        return 2 * (ring + pieces + CONSUMERS * self.tile_n) + 1024
-
-    @property
-    def moment_bytes(self) -> int:
-        """Shared memory that moments of a tile of each warpgroup take beside that."""
-        return CONSUMERS * 2 * 4 * self.tile_m * self.tile_n // PIECE
-
-    @property
-    def narrow_n(self) -> int:
-        """Columns of a narrow tile."""
-        return self.tile_n - PIECE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Epilogue:
-    """What happens to x @ w before it is stored: residual + scale * activation(x @ w + bias).
-
-    With `moments` mean and squared deviations of each piece of a row are stored beside it.
-    """
-
-    activation: Activation | None = None
-    gated: bool = False
-    scale: float = 1.0
-    moments: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Equal tiles side by side and one below the other: a part of one input's result.
-
-    Attributes:
-      group: Which input.
-      first: Tiles, or clusters of them, that come before in the list of all.
-      rows: Tiles, or clusters of them, from top to bottom.
-      cols: The same from left to right.
-      first_col: Column of the result where it begins.
-      width: Columns of a tile.
-      narrow: Whether that is the narrow width.
-    """
-
-    group: int
-    first: int
-    rows: int
-    cols: int
-    first_col: int
-    width: int
-    narrow: bool
-
-    @property
-    def end(self) -> int:
-        """Tiles that come before the next segment."""
-        return self.first + self.rows * self.cols
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything static about one launch; `ms` are the rows of each input.
-
-    `emulated` is for jax's interpreter, whose race detector takes two rings in the same memory for
-    one buffer, whatever the slots: there they lie apart.
-    """
-
-    ms: tuple[int, ...]
-    n: int
-    k: int
-    ctas: int
-    tile: Tile
-    epilogue: Epilogue
-    emulated: bool = False
-
-    @property
-    def m(self) -> int:
-        """Rows of all inputs."""
-        return sum(self.ms)
-
-    @property
-    def cluster_m(self) -> int:
-        """CTAs of a cluster one below the other."""
-        return 2 if self.tile.cluster == "m" else 1
-
-    @property
-    def cluster_n(self) -> int:
-        """CTAs of a cluster side by side."""
-        return 2 if self.tile.cluster == "n" else 1
-
-    @property
-    def workers(self) -> int:
-        """Clusters, or CTAs where there are none; each takes every workers-th tile."""
-        return self.ctas // (self.cluster_m * self.cluster_n)
-
-    @property
-    def weights(self) -> int:
-        """Weights multiplied in one pass."""
-        return 2 if self.epilogue.gated else 1
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The parts of the result in the order in which they are computed, wide tiles first."""
-        tile, found, first = self.tile, [], 0
-        rest = self.n - tile.narrow_cols * tile.narrow_n
-        wide_cols = pl.cdiv(rest, tile.tile_n * self.cluster_n)
-        parts = [(False, wide_cols, 0, tile.tile_n)]
-        if tile.narrow_cols:
-            cols = pl.cdiv(tile.narrow_cols, self.cluster_n)
-            start = wide_cols * tile.tile_n * self.cluster_n
-            parts.append((True, cols, start, tile.narrow_n))
-        for narrow, cols, start, width in parts:
-            for group, m in enumerate(self.ms):
-                segment = Segment(
-                    group=group,
-                    first=first,
-                    rows=pl.cdiv(m, tile.block_m * self.cluster_m),
-                    cols=cols,
-                    first_col=start,
-                    width=width,
-                    narrow=narrow,
-                )
-                found.append(segment)
-                first = segment.end
-        return found
-
-    @property
-    def moment_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """For each input, by turns mean and squared deviations of each piece of its rows."""
-        ms = self.ms if self.epilogue.moments else ()
-        return tuple(jax.ShapeDtypeStruct((2 * self.n // PIECE, m), jnp.float32) for m in ms)
-
-    def covered_rows(self, m: int) -> int:
-        """Rows of the tiles that m rows fall into."""
-        step = self.tile.block_m * self.cluster_m
-        return pl.cdiv(m, step) * step
-
-    @property
-    def total(self) -> int:
-        """Tiles, or clusters of them, of all segments."""
-        return self.segments[-1].end
-
-    @property
-    def steps(self) -> int:
-        """Slots that one tile reads."""
-        return pl.cdiv(self.k, self.tile.tile_k)
-
-    @property
-    def pingpong(self) -> bool:
-        """Whether warpgroups take alternate tiles."""
-        return self.tile.schedule == "pingpong"
-
-    def pieces(self, width: int) -> list[tuple[int, int]]:
-        """First row and column of each piece of a warpgroup's part of a tile.
-
-        A result of 64 columns has none beyond them: TMA drops its axis of one block of columns, and
-        a store that lies wholly beyond would land on the first block instead of being clipped.
-        """
-        cols = range(0, min(width, self.n), PIECE)
-        return list(itertools.product(range(0, self.tile.tile_m, PIECE), cols))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +48,8 @@ class Refs:
     bias: Any
     residuals: Any
     row_scales: Any
+    col_scales: tuple[Any, ...]
+    result_scale: Any
     outs: tuple[Any, ...]
     moments: Any
     x_slots: Any
@@ -296,19 +57,35 @@ class Refs:
     narrow_slots: tuple[Any, ...]
     out_slots: Any
     bias_slots: Any
+    scale_slots: Any
     moment_slots: Any
     full: Any
     empty: Any
-    bias_arrived: Any
+    columns_arrived: Any
     arrived: Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A tile of a warpgroup, or its half of one: the CTA's i-th.
+
+    `begin` is called once the products of its first slot are under way.
+    """
+
+    segment: Segment
+    wg: Any
+    i: Any
+    begin: Callable[[], None]
+
+
 def matmul(
-    xs: tuple[Float[Array, "_ K"], ...],
-    weights: tuple[Float[Array, "K N"], ...],
+    xs: tuple[Num[Array, "_ K"], ...],
+    weights: tuple[Num[Array, "..."], ...],
     bias: Float[Array, " N"] | None,
     residuals: tuple[Float[Array, "_ N"], ...] | None,
     row_scales: tuple[Float[Array, " _"], ...] | None = None,
+    col_scales: tuple[Float[Array, " N"], ...] = (),
+    result_scale: Float[Array, " 1"] | None = None,
     *,
     epilogue: Epilogue,
     tile: Tile,
@@ -318,22 +95,25 @@ def matmul(
 ) -> tuple[Array, ...]:
     """Runs the kernel on `ctas` SMs; returns the results, then their moments if asked for.
 
-    `weights` is (w,), or (w_gate, w) for a gated product. `row_scales` multiply the rows of each
-    product, before the bias.
+    `weights` is (w,), or (w_gate, w) for a gated product: (K, N) of 16 bits, (N, K) of 8.
+    `row_scales` multiply the rows of each product, before the bias, and so do `col_scales` the
+    columns, an array for each weight of 8 bits. A result of 8 bits is divided by `result_scale`.
     """
     plan = make_plan(xs, weights[0], epilogue, tile, ctas)
     plan = dataclasses.replace(plan, emulated=emulated)
     operands = [*xs, *weights, *([] if bias is None else [bias]), *(residuals or ())]
     for scales in row_scales or ():  # Read without TMA, which would clip them.
         operands.append(jnp.pad(scales, (0, plan.covered_rows(scales.size) - scales.size)))
+    operands += [*col_scales, *([] if result_scale is None else [result_scale])]
     absent = (bias is None, residuals is None, row_scales is None)
-    results = tuple(jax.ShapeDtypeStruct((m, plan.n), xs[0].dtype) for m in plan.ms)
+    dtype = xs[0].dtype if epilogue.dtype is None else jnp.dtype(epilogue.dtype)
+    results = tuple(jax.ShapeDtypeStruct((m, plan.n), dtype) for m in plan.ms)
     return launch(
         lambda *refs: run_cta(plan, name_refs(plan, refs, *absent)),
         plan,
         operands,
         (*results, *plan.moment_types),
-        scratch(plan, xs[0].dtype, residuals is not None),
+        scratch(plan, xs[0].dtype, residuals is not None, None if bias is None else bias.dtype),
         name,
     )
 
@@ -349,12 +129,14 @@ def name_refs(plan: Plan, refs, no_bias=True, no_residual=True, no_row_scale=Tru
     bias = None if no_bias else next(remaining)
     residuals = None if no_residual else take(groups)
     row_scales = None if no_row_scale else take(groups)
+    col_scales = take(plan.weights) if plan.eight_bit else ()
+    result_scale = next(remaining) if plan.epilogue.quantized else None
     outs, moments = take(groups), take(groups) if plan.epilogue.moments else None
     x_slots, w_slots = next(remaining), take(plan.weights)
     narrow_slots = ()
-    if plan.tile.narrow_cols and plan.emulated:
+    if plan.shared_slots and plan.emulated:
         narrow_slots = take(plan.weights)
-    elif plan.tile.narrow_cols:
+    elif plan.shared_slots:
         w_slots, narrow_slots = zip(*w_slots, strict=True)
     return Refs(
         xs=xs,
@@ -362,17 +144,20 @@ def name_refs(plan: Plan, refs, no_bias=True, no_residual=True, no_row_scale=Tru
         bias=bias,
         residuals=residuals,
         row_scales=row_scales,
+        col_scales=col_scales,
+        result_scale=result_scale,
         outs=outs,
         moments=moments,
         x_slots=x_slots,
         w_slots=w_slots,
         narrow_slots=narrow_slots,
         out_slots=next(remaining),
-        bias_slots=next(remaining),
+        bias_slots=next(remaining) if plan.has_bias_slots else None,
+        scale_slots=next(remaining) if plan.eight_bit else None,
         moment_slots=next(remaining) if plan.epilogue.moments else None,
         full=next(remaining),
         empty=next(remaining),
-        bias_arrived=next(remaining),
+        columns_arrived=next(remaining),
         arrived=None if no_residual else next(remaining),
     )
 
@@ -398,7 +183,7 @@ def launch(body, plan: Plan, operands, out_type, scratch_types, name: str, threa
     )(*operands)
 
 
-def scratch(plan: Plan, dtype, with_residual: bool) -> list:
+def scratch(plan: Plan, dtype, with_residual: bool, bias_dtype=None) -> list:
     """Shared memory and barriers of one CTA, in the order of Refs."""
     tile, depth = plan.tile, plan.tile.pipeline_depth
     releases = {"num_arrivals": 1 if plan.pingpong else CONSUMERS, "num_barriers": depth}
@@ -406,30 +191,43 @@ def scratch(plan: Plan, dtype, with_residual: bool) -> list:
         empty = plgpu.Barrier(**releases)
     else:
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), **releases)
-    w_slots = [plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights
-    if tile.narrow_cols:
-        # As many bytes a slot, so that slots begin at the same places; the first rows are used.
-        rows = tile.tile_k * tile.tile_n // tile.narrow_n
-        narrow = [plgpu.SMEM((depth, rows, tile.narrow_n), dtype)] * plan.weights
-        both = zip(w_slots, narrow, strict=True)
-        w_slots = w_slots + narrow if plan.emulated else [plgpu.RefUnion(*pair) for pair in both]
+    result = dtype if plan.epilogue.dtype is None else jnp.dtype(plan.epilogue.dtype)
     moments = plgpu.SMEM((CONSUMERS, 2 * tile.tile_n // PIECE, tile.tile_m), jnp.float32)
+    scales = plgpu.SMEM((CONSUMERS, plan.weights, tile.tile_n), jnp.float32)
+    columns = (bias_dtype is not None) + plan.weights * plan.eight_bit  # Arrays of a value each.
+    bias = plgpu.SMEM((CONSUMERS, tile.tile_n), dtype if bias_dtype is None else bias_dtype)
     slots = [
         plgpu.SMEM((depth, tile.block_m, tile.tile_k), dtype),
-        *w_slots,
-        plgpu.SMEM((CONSUMERS, tile.store_slots, PIECE, PIECE), dtype),
-        plgpu.SMEM((CONSUMERS, tile.tile_n), dtype),
+        *weight_rings(plan, dtype),
+        plgpu.SMEM((CONSUMERS, tile.store_slots, PIECE, PIECE), result),
+        *[bias] * plan.has_bias_slots,
+        *[scales] * plan.eight_bit,
         *[moments] * plan.epilogue.moments,
         plgpu.Barrier(
             num_arrivals=1 + plan.weights,
             num_barriers=depth * (CONSUMERS if plan.pingpong else 1),
         ),
         empty,
-        plgpu.Barrier(num_barriers=CONSUMERS),
+        plgpu.Barrier(num_arrivals=max(1, columns), num_barriers=CONSUMERS),
     ]
     if with_residual:
         slots.append(plgpu.Barrier(num_barriers=CONSUMERS * tile.store_slots))
     return slots
+
+
+def weight_rings(plan: Plan, dtype) -> list:
+    """A ring for each weight; narrow tiles of 8 bits use the first rows of a slot."""
+    tile, depth = plan.tile, plan.tile.pipeline_depth
+    if plan.eight_bit:
+        return [plgpu.SMEM((depth, tile.tile_n, tile.tile_k), dtype)] * plan.weights
+    rings = [plgpu.SMEM((depth, tile.tile_k, tile.tile_n), dtype)] * plan.weights
+    if not plan.shared_slots:
+        return rings
+    # As many bytes a slot, so that slots begin at the same places; the first rows are used.
+    rows = tile.tile_k * tile.tile_n // tile.narrow_n
+    narrow = [plgpu.SMEM((depth, rows, tile.narrow_n), dtype)] * plan.weights
+    both = zip(rings, narrow, strict=True)
+    return rings + narrow if plan.emulated else [plgpu.RefUnion(*pair) for pair in both]
 
 
 def run_cta(plan: Plan, refs: Refs, registers: tuple[int, int] = REGISTERS) -> None:
@@ -483,13 +281,15 @@ def load_tile(plan: Plan, refs: Refs, segment: Segment, worker, i) -> None:
         for weight, target in zip(
             refs.weights, weight_slots(plan, refs, segment, slot), strict=True
         ):
-            plgpu.copy_gmem_to_smem(
-                weight.at[k, pl.ds(col, segment.width)], target, full, collective_axes=w_axes
-            )
+            cols = pl.ds(col, segment.width)
+            source = weight.at[cols, k] if plan.eight_bit else weight.at[k, cols]
+            plgpu.copy_gmem_to_smem(source, target, full, collective_axes=w_axes)
 
 
 def weight_slots(plan: Plan, refs: Refs, segment: Segment, slot) -> list[Any]:
     """Where the weights of one step lie, for tiles as wide as the segment's."""
+    if plan.eight_bit:
+        return [ring.at[slot, pl.ds(0, segment.width)] for ring in refs.w_slots]
     if segment.narrow:
         return [ring.at[slot, pl.ds(0, plan.tile.tile_k)] for ring in refs.narrow_slots]
     return [ring.at[slot] for ring in refs.w_slots]
@@ -518,66 +318,133 @@ def multiply_tile(plan: Plan, refs: Refs, segment: Segment, wg, worker, turn) ->
     row, col = origin(plan, segment, worker, i)
     if not plan.pingpong:
         row += wg * tile.tile_m
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # All buffers of stores are free.
-    if refs.bias is not None:
-        plgpu.copy_gmem_to_smem(
-            refs.bias.at[pl.ds(col, segment.width)],
-            refs.bias_slots.at[wg, pl.ds(0, segment.width)],
-            refs.bias_arrived.at[wg],
-        )
-    if refs.residuals is not None:
-        for piece in range(min(tile.store_slots, len(plan.pieces(segment.width)))):
-            fetch_residual(plan, refs, segment, wg, row, col, piece)
     row_scales = []
     if refs.row_scales is not None:
         row_scales = rows.load_scales(refs.row_scales[segment.group], row, tile.tile_m, PIECE)
-    products = pl.run_scoped(
-        lambda *accs: accumulate(plan, refs, segment, accs, wg, i),
-        *[plgpu.ACC((tile.tile_m, segment.width))] * plan.weights,
-    )
+    part = Part(segment=segment, wg=wg, i=i, begin=lambda: fetch(plan, refs, segment, wg, row, col))
+    products = (promoted_sums if tile.promotion else one_sum)(plan, refs, part)
     store(plan, refs, segment, products, row_scales, wg, row, col)
 
 
-def accumulate(plan: Plan, refs: Refs, segment: Segment, accs, wg, i):
-    """The products of one tile; returns the value of each weight's accumulator."""
-    tile, depth, steps = plan.tile, plan.tile.pipeline_depth, plan.steps
-    first_row = 0 if plan.pingpong else wg * tile.tile_m
-    turn = wg * depth if plan.pingpong else 0
+def fetch(plan: Plan, refs: Refs, segment: Segment, wg, row, col) -> None:
+    """Copies what the epilogue of a tile reads first, once the last one's stores are done."""
+    fetch_columns(refs, segment, wg, col)
+    if refs.residuals is None:
+        return
+    # Into the L2 cache at once: not all pieces find room in buffers before their turn.
+    block = pl.ds(row, plan.tile.tile_m), pl.ds(col, segment.width)
+    plgpu.async_prefetch(refs.residuals[segment.group].at[block])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # All buffers of stores are free.
+    for piece in range(min(plan.tile.store_slots, len(plan.pieces(segment.width)))):
+        fetch_residual(plan, refs, segment, wg, row, col, piece)
 
-    @pl.loop(0, steps)
-    def _(step):
-        slot = lax.rem(i * steps + step, jnp.int32(depth))
-        plgpu.barrier_wait(refs.full.at[turn + slot])
-        x = refs.x_slots.at[slot, pl.ds(first_row, tile.tile_m)]
-        for acc, weight in zip(accs, weight_slots(plan, refs, segment, slot), strict=True):
-            plgpu.wgmma(acc, x, weight)
-        plgpu.wgmma_wait(tile.in_flight * len(accs))  # The steps before have read their slots.
-        done = step - tile.in_flight
-        slot = lax.rem(i * steps + done, jnp.int32(depth))
-        pl.when(done >= 0)(lambda: plgpu.barrier_arrive(refs.empty.at[slot]))
 
-    products = tuple(acc[...] for acc in accs)  # Waits for the last step.
-    for last in range(steps - tile.in_flight, steps):
-        plgpu.barrier_arrive(refs.empty.at[lax.rem(i * steps + last, jnp.int32(depth))])
-    return products
+def one_sum(plan: Plan, refs: Refs, part: Part):
+    """The products of a part, of each weight, summed in the tensor cores' accumulator."""
+    whole, rest = divmod(plan.k, plan.tile.tile_k)
+
+    def run(accs):
+        pl.loop(0, whole)(lambda step: multiply_step(plan, refs, part, accs, 0, step))
+        if rest:
+            multiply_step(plan, refs, part, accs, 0, jnp.int32(whole), rest)
+        return values(plan, refs, part, accs, plan.steps)
+
+    return with_accumulators(plan, refs, part, run)
+
+
+def promoted_sums(plan: Plan, refs: Refs, part: Part):
+    """The products of a part, summed a few steps at a time, and those sums in f32.
+
+    The second warpgroup adds half a turn later than the first, which multiplies meanwhile.
+    """
+    every = plan.tile.promotion
+    early = part.wg * (every // 2)
+
+    def add(turn, totals):
+        start = jnp.maximum(turn * every - early, 0)
+        stop = jnp.minimum((turn + 1) * every - early, plan.steps)
+
+        def run(accs):
+            pl.loop(start, stop)(lambda step: multiply_step(plan, refs, part, accs, start, step))
+            return values(plan, refs, part, accs, stop)
+
+        sums = with_accumulators(plan, refs, part, run)
+        return tuple(total + y for total, y in zip(totals, sums, strict=True))
+
+    nothing = jnp.zeros((plan.tile.tile_m, part.segment.width), jnp.float32)
+    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+    turns = lax.div(plan.steps + early + every - 1, jnp.int32(every))
+    return lax.fori_loop(0, turns, add, (nothing,) * plan.weights)
+
+
+def with_accumulators(plan: Plan, refs: Refs, part: Part, run):
+    """What run returns, given accumulators of zeros, one for each weight."""
+    kind = jnp.int32 if refs.x_slots.dtype == jnp.int8 else jnp.float32
+    accs = [plgpu.ACC((plan.tile.tile_m, part.segment.width), kind)] * plan.weights
+    return pl.run_scoped(lambda *accs: run(accs), *accs)
+
+
+def multiply_step(plan: Plan, refs: Refs, part: Part, accs, start, step, depth=None) -> None:
+    """Adds the products of one slot, or of its first `depth` columns; start is the sum's first."""
+    tile = plan.tile
+    depth = tile.tile_k if depth is None else depth
+    slot = slot_of(plan, part, step)
+    turn = part.wg * tile.pipeline_depth if plan.pingpong else 0
+    plgpu.barrier_wait(refs.full.at[turn + slot])
+    first_row = 0 if plan.pingpong else part.wg * tile.tile_m
+    x = refs.x_slots.at[slot, pl.ds(first_row, tile.tile_m)]
+    weights = weight_slots(plan, refs, part.segment, slot)
+    for acc, weight in zip(accs, weights, strict=True):
+        multiply_slots(plan, acc, x, weight, depth)
+    pl.when(step == 0)(part.begin)
+    pending = len(accs) * (depth // plan.swizzled_k)
+    plgpu.wgmma_wait(tile.in_flight * pending)  # The steps before have read their slots.
+    done = step - tile.in_flight
+    pl.when(done >= start)(lambda: plgpu.barrier_arrive(refs.empty.at[slot_of(plan, part, done)]))
+
+
+def multiply_slots(plan: Plan, acc, x, weight, depth: int) -> None:
+    """Adds the products of the first columns of slots, a swizzled row at a time."""
+    if not plan.eight_bit:
+        plgpu.wgmma(acc, x, weight)
+        return
+    for k in range(0, depth, plan.swizzled_k):
+        cols = (slice(None), pl.ds(k, plan.swizzled_k))
+        plgpu.wgmma(acc, x.at[cols], weight.at[cols].transpose((1, 0)))
+
+
+def values(plan: Plan, refs: Refs, part: Part, accs, stop):
+    """The value of each accumulator after the step before `stop`; releases the last slots."""
+    found = tuple(acc[...] for acc in accs)  # Waits for the last step.
+    for back in range(plan.tile.in_flight, 0, -1):
+        plgpu.barrier_arrive(refs.empty.at[slot_of(plan, part, stop - back)])
+    return found
+
+
+def slot_of(plan: Plan, part: Part, step):
+    """The slot of a part's step."""
+    return lax.rem(part.i * plan.steps + step, jnp.int32(plan.tile.pipeline_depth))
 
 
 def store(plan: Plan, refs: Refs, segment: Segment, products, row_scales, wg, row, col) -> None:
     """Epilogue and store of one tile, piece by piece."""
     slots, pieces = plan.tile.store_slots, plan.pieces(segment.width)
-    if refs.bias is not None:
-        plgpu.barrier_wait(refs.bias_arrived.at[wg])
+    if refs.bias is not None or plan.eight_bit:
+        plgpu.barrier_wait(refs.columns_arrived.at[wg])
     for piece, (r, c) in enumerate(pieces):
         slot = piece % slots
         if refs.residuals is not None:
             plgpu.barrier_wait(refs.arrived.at[wg * slots + slot])
-        elif piece >= slots:
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        elif piece == 0 or piece >= slots:  # No store still reads the slot.
+            plgpu.wait_smem_to_gmem(slots - 1 if piece else 0, wait_read_only=True)
         out_slot = refs.out_slots.at[wg, slot]
-        parts = [y[r : r + PIECE, c : c + PIECE] for y in products]
+        parts = [y[r : r + PIECE, c : c + PIECE].astype(jnp.float32) for y in products]
         if row_scales:
             parts = rows.scale_rows(parts, row_scales[r // PIECE])
-        out_slot[...] = finish(plan, refs, parts, (wg, c), out_slot).astype(out_slot.dtype)
+        if plan.eight_bit:
+            parts = scale_columns(refs, parts, wg, c)
+        value = finish(plan, refs, parts, (wg, c), out_slot)
+        out_slot[...] = rounded(value, out_slot.dtype)
         if refs.moments is not None:
             kept = refs.moment_slots.at[wg, pl.ds(2 * c // PIECE, 2), pl.ds(r, PIECE)]
             rows.keep_moments(out_slot, kept)
@@ -600,12 +467,7 @@ def finish(plan: Plan, refs: Refs, products, place, residual):
     epilogue, value = plan.epilogue, products[-1]
     if refs.bias is not None:
         wg, col = place
-        bias = plgpu.load(
-            refs.bias_slots.at[wg, pl.ds(col, PIECE)],
-            layout=plgpu.Layout.WGMMA.reduce(0),
-            optimized=False,
-        )
-        value += lax.broadcast_in_dim(bias.astype(jnp.float32), value.shape, [1])
+        value += load_columns(refs.bias_slots.at[wg, pl.ds(col, PIECE)], value.shape)
     if epilogue.gated:
         gate = products[0]
         value *= gate if epilogue.activation is None else ACTIVATIONS[epilogue.activation](gate)
@@ -615,7 +477,36 @@ def finish(plan: Plan, refs: Refs, products, place, residual):
         value *= epilogue.scale
     if refs.residuals is not None:
         value += plgpu.load(residual, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    if refs.result_scale is not None:
+        value *= 1.0 / refs.result_scale[0]
     return value
+
+
+def load_columns(values, shape):
+    """A value for each column, from shared memory, in f32 and spread over the rows."""
+    loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(loaded.astype(jnp.float32), shape, [1])
+
+
+def scale_columns(refs: Refs, products, wg, col):
+    """Pieces times the scales of their columns."""
+    return [
+        y * load_columns(refs.scale_slots.at[wg, weight, pl.ds(col, PIECE)], y.shape)
+        for weight, y in enumerate(products)
+    ]
+
+
+def fetch_columns(refs: Refs, segment: Segment, wg, col) -> None:
+    """Copies what a tile needs of the bias, and of 8 bits' scales."""
+    pairs = [(scales, refs.scale_slots.at[wg, i]) for i, scales in enumerate(refs.col_scales)]
+    if refs.bias is not None:
+        pairs.append((refs.bias, refs.bias_slots.at[wg]))
+    for source, target in pairs:
+        plgpu.copy_gmem_to_smem(
+            source.at[pl.ds(col, segment.width)],
+            target.at[pl.ds(0, segment.width)],
+            refs.columns_arrived.at[wg],
+        )
 
 
 def fetch_residual(plan: Plan, refs: Refs, segment: Segment, wg, row, col, piece: int) -> None:
@@ -666,11 +557,17 @@ def share(total: int, me, workers: int):
 def make_plan(xs, weight, epilogue: Epilogue, tile: Tile, ctas: int) -> Plan:
     """Gathers what is static about a launch; refuses operands that WGMMA or TMA cannot take."""
     xs = xs if isinstance(xs, tuple) else (xs,)
-    x, (k, n) = xs[0], weight.shape
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
+    x, eight_bit = xs[0], xs[0].dtype.itemsize == 1
+    k, n = weight.shape[:: -1 if eight_bit else 1]
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn):
         raise NotImplementedError(
             f"gemm(x: {x.dtype}): WGMMA multiplies bfloat16 and float16 here; cast, or use "
             "implementation='xla'"
+        )
+    if tile.operand_bytes != x.dtype.itemsize or (tile.promotion and x.dtype == jnp.int8):
+        raise ValueError(
+            f"gemm(x: {x.dtype}, tile={tile}): operand_bytes is that of x, and sums of int8 are "
+            "exact and need no promotion; choose a tile for this type"
         )
     if any(x.shape[0] % 8 for x in xs) or n % PIECE or k % PIECE:
         raise NotImplementedError(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.activations import Activation
+from pallas_kernels.quantization import Quantized
 
 
 def gemm(
@@ -51,6 +52,45 @@ def normed_gemm(
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return activate(y, activation)
+
+
+def dequantized(x: Quantized) -> Float[Array, "*B K"]:
+    """The matrix that values and scales stand for, in float32."""
+    values = x.values.astype(jnp.float32)
+    return values if x.scales is None else values * x.scales[..., None]
+
+
+def quantized_gemm(
+    x: Quantized,
+    w: Quantized,
+    bias: Float[Array, " N"] | None = None,
+    residual: Float[Array, "*B N"] | None = None,
+    *,
+    activation: Activation | None = None,
+    scale: float = 1.0,
+) -> Float[Array, "*B N"]:
+    """`gemm` of the dequantised operands; w is (N, K)."""
+    product = {"activation": activation, "scale": scale}
+    return gemm(dequantized(x), dequantized(w).T, bias, residual, **product)
+
+
+def quantized_gated_gemm(
+    x: Quantized, w_gate: Quantized, w: Quantized, *, activation: Activation | None = "silu"
+) -> Float[Array, "*B N"]:
+    """`gated_gemm` of the dequantised operands; weights are (N, K)."""
+    weights = (dequantized(w_gate).T, dequantized(w).T)
+    return gated_gemm(dequantized(x), *weights, activation=activation)
+
+
+def fp8_sum_error(k: int) -> float:
+    """How far a tensor core's sum of k products of FP8 may lie from exact, over its magnitude.
+
+    It aligns 32 products and the sum so far to the largest of them, and drops what is below some
+    14 bits of that: a random part, which grows as the root of the steps, and one towards zero,
+    which grows as their number; weighed as in `testing.tolerance`.
+    """
+    steps = k / 32
+    return 2.0**-13 * (steps**0.5 + steps / 4)
 
 
 def row_scale(x: Float[Array, "*B D"], *, eps: float, centred: bool) -> Float[Array, "*B"]:

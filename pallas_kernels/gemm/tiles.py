@@ -1,12 +1,13 @@
 """Which tile a GEMM runs with: a count of waves, and rates measured on an H200."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
 import numpy as np
 
-from pallas_kernels.gemm.mosaic_gpu import Epilogue, Plan, Tile
+from pallas_kernels.gemm.plan import Epilogue, Plan, Tile
 
 MAX_NARROW_COLS = 12
 RATED_SMS = 132
@@ -15,6 +16,9 @@ RATED_SMS = 132
 FEW_ROWS = 32
 # Rates of XLA's products, which split the sum over K where tiles are few, and what else one takes.
 XLA_FLOPS_PER_S, XLA_BYTES_PER_S, XLA_S = 700e12, 4.2e12, 4e-6
+# What tiles of 8 bits take above the prediction at 64 to 256 rows, where little follows the first
+# slots.
+FIRST_SLOTS_S = 4e-6
 # By so much ours must be slower: its epilogue saves a kernel or two.
 SLOWER = 1.2
 
@@ -78,6 +82,64 @@ _GATED = (
         overhead=1.0,
     ),
 )
+# Of 8 bits: a slot holds twice the columns in the same bytes and the same time. Rates are between
+# those of a burst and of a long run, docs/kernels_8bit.md.
+_eight_bit = functools.partial(Tile, operand_bytes=1, tile_k=128, cluster="m")
+_PLAIN_EIGHT_BIT = (
+    _Candidate(
+        tile=_eight_bit(pipeline_depth=5, store_slots=3),
+        rate=1_550.0,
+        overhead=2.0,
+        heavy_overhead=2.5,
+    ),
+    _Candidate(
+        tile=_eight_bit(tile_n=192, pipeline_depth=4, store_slots=3),
+        rate=1_600.0,
+        narrow_rate=1_350.0,
+        overhead=1.5,
+        heavy_overhead=3.0,
+    ),
+    # One buffer: a residual has no room to come early, and a long run gains nothing by it.
+    _Candidate(
+        tile=_eight_bit(
+            tile_m=64, tile_n=256, pipeline_depth=4, schedule="cooperative", store_slots=1
+        ),
+        rate=1_670.0,
+        overhead=4.7,
+        heavy_overhead=12.0,
+    ),
+)
+_GATED_EIGHT_BIT = (
+    _Candidate(
+        tile=_eight_bit(tile_m=64, pipeline_depth=5, weights=2, store_slots=1),
+        rate=1_500.0,
+        overhead=1.0,
+    ),
+)
+# With sums that leave the tensor cores: registers hold two sums, so that warpgroups share a tile.
+_promoted = functools.partial(_eight_bit, tile_m=64, schedule="cooperative", promotion=4)
+_PLAIN_PROMOTED = (
+    _Candidate(
+        tile=_promoted(tile_n=192, pipeline_depth=4, store_slots=3),
+        rate=1_550.0,
+        narrow_rate=1_350.0,
+        overhead=4.0,
+        heavy_overhead=4.0,
+    ),
+    _Candidate(
+        tile=_promoted(tile_n=128, pipeline_depth=5, store_slots=3),
+        rate=1_350.0,
+        overhead=4.0,
+        heavy_overhead=4.0,
+    ),
+)
+_GATED_PROMOTED = (
+    _Candidate(
+        tile=_promoted(tile_n=64, weights=2, pipeline_depth=5, store_slots=1),
+        rate=1_200.0,
+        overhead=4.0,
+    ),
+)
 # Narrow tiles come after all wide ones: inputs that the L2 cache cannot hold are then read again.
 KEPT_BYTES, READ_BYTES_PER_S = 20e6, 3.5e12
 
@@ -92,6 +154,8 @@ def tile_for(
     ctas: int,
     num_sms: int,
     moments: bool = False,
+    operand_bytes: int = 2,
+    promoted: bool = False,
 ) -> Tile:
     """Chooses the tile with the shortest predicted time.
 
@@ -107,11 +171,13 @@ def tile_for(
       ctas: SMs to fill.
       num_sms: SMs of the device.
       moments: Whether those of the result are kept, in the room of some of its buffers.
+      operand_bytes: Of an element of inputs and weights: 2, or 1.
+      promoted: Whether sums of FP8 leave the tensor cores to be added in f32.
 
     Returns:
       The tile.
     """
-    candidates = _GATED if gated else _PLAIN
+    candidates = _candidates(gated, operand_bytes, promoted=promoted)
     if moments:
         candidates = tuple(c for c in _PLAIN if c.tile.schedule == "pingpong")
     tile = _best(candidates, ms, n, k, heavy=heavy, ctas=ctas, num_sms=num_sms)[0].tile
@@ -122,7 +188,9 @@ def tile_for(
     return dataclasses.replace(tile, store_slots=min(tile.store_slots, buffers))
 
 
-def is_left_to_xla(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int) -> bool:
+def is_left_to_xla(
+    ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms: int, operand_bytes: int = 2
+) -> bool:
     """Whether XLA's product is faster: rows are few, or tiles leave most SMs idle for long.
 
     LLaMA3-8B's down projection of 128 rows has 32 tiles: 73 us on an H200, where XLA takes 35.
@@ -133,27 +201,54 @@ def is_left_to_xla(ms: tuple[int, ...], n: int, k: int, *, gated: bool, num_sms:
       k: Columns of the inputs.
       gated: Whether two weights are multiplied.
       num_sms: SMs of the device.
+      operand_bytes: Of an element of inputs and weights: 2, or 1.
     """
     if sum(ms) <= FEW_ROWS:
         return True
-    ours_s = predicted_s(ms, n, k, gated=gated, heavy=False, ctas=num_sms, num_sms=num_sms)
-    return ours_s > SLOWER * by_xla_s(sum(ms), n, k, gated=gated, num_sms=num_sms)
+    given = {"gated": gated, "num_sms": num_sms, "operand_bytes": operand_bytes}
+    ours_s = predicted_s(ms, n, k, heavy=False, ctas=num_sms, **given)
+    if operand_bytes == 1:
+        ours_s += FIRST_SLOTS_S
+    return ours_s > SLOWER * by_xla_s(sum(ms), n, k, **given)
 
 
-def by_xla_s(m: int, n: int, k: int, *, gated: bool, num_sms: int) -> float:
-    """Seconds of a product as XLA runs it, with what follows; fewer SMs multiply more slowly."""
-    weights = 1 + gated
-    moved, flops = 2 * (weights * n * k + m * (n + k)), 2 * m * n * k * weights
-    flops_per_s = XLA_FLOPS_PER_S * num_sms / RATED_SMS
-    return XLA_S + max(moved / XLA_BYTES_PER_S, flops / flops_per_s)
+def by_xla_s(m: int, n: int, k: int, *, gated: bool, num_sms: int, operand_bytes: int = 2) -> float:
+    """Seconds of a product as XLA runs it, with what follows; fewer SMs multiply more slowly.
+
+    Scales of 8 bits are applied after the product, which writes 4 bytes, and another kernel reads.
+    """
+    weights, scaled = 1 + gated, operand_bytes == 1
+    moved = operand_bytes * (weights * n * k + m * k) + m * n * (2 + 8 * weights * scaled)
+    flops_per_s = (2 / operand_bytes) * XLA_FLOPS_PER_S * num_sms / RATED_SMS
+    flops_s = 2 * m * n * k * weights / flops_per_s
+    return XLA_S + max(moved / XLA_BYTES_PER_S, flops_s)
 
 
 def predicted_s(
-    ms: tuple[int, ...], n: int, k: int, *, gated: bool, heavy: bool, ctas: int, num_sms: int
+    ms: tuple[int, ...],
+    n: int,
+    k: int,
+    *,
+    gated: bool,
+    heavy: bool,
+    ctas: int,
+    num_sms: int,
+    operand_bytes: int = 2,
 ) -> float:
     """Seconds of the GEMM with the tile that `tile_for` chooses, from the same arguments."""
-    candidates = _GATED if gated else _PLAIN
+    candidates = _candidates(gated, operand_bytes)
     return 1e-6 * _best(candidates, ms, n, k, heavy=heavy, ctas=ctas, num_sms=num_sms)[1]
+
+
+def _candidates(
+    gated: bool, operand_bytes: int, *, promoted: bool = False
+) -> tuple[_Candidate, ...]:
+    """The tiles that a kind of product may run with."""
+    if promoted:
+        return _GATED_PROMOTED if gated else _PLAIN_PROMOTED
+    if operand_bytes == 1:
+        return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT
+    return _GATED if gated else _PLAIN
 
 
 def _best(
@@ -204,7 +299,7 @@ def predicted_time(
         rate = candidate.narrow_rate if segment.narrow else candidate.rate
         rate *= 1e6 / RATED_SMS  # FLOP/us of one SM.
         costs[segment.first : segment.end] = flops * segment.width / rate
-    again = 2 * sum(ms) * k
+    again = tile.operand_bytes * sum(ms) * k
     if tile.narrow_cols and again > KEPT_BYTES:
         start = next(segment.first for segment in plan.segments if segment.narrow)
         share = 1e6 * again / READ_BYTES_PER_S / (costs[start:].sum() / plan.workers)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, alone or after a residual sum: the public functions and their checks."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_arrays, number
 from pallas_kernels.norm import mosaic_gpu, xla
-from pallas_kernels.norm.mosaic_gpu import LARGEST, Tile, tile_for
-
-QuantizedDtype = Literal["int8", "float8_e4m3fn"]
+from pallas_kernels.norm.mosaic_gpu import Tile, tile_for
+from pallas_kernels.quantization import LARGEST, QuantizedDtype
 
 
 class AddNorm(NamedTuple):

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic import plgpu
+from pallas_kernels.quantization import LARGEST
 
 SMEM_BYTES = 232_448
 MAX_WIDTH = 16_384
@@ -30,9 +31,6 @@ RING_BYTES = 24 << 10  # Bytes of x in flight in each warpgroup; more do not hel
 KEPT_REGISTERS = {1: 120, 2: 120, 3: 96, 4: 72}
 CODE_SLOTS = 2  # Slots of the ring of quantised results.
 TINY = 1e-30  # Stands for the largest absolute value of a row of zeros, which it quantises to 0.
-
-# The largest finite value of the types that results can be quantised to.
-LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,10 @@ from .energy import Meter
 from .kernel_cases import load_cases
 
 ROUNDS, LAUNCHES = 5, 3
-WARM_S, SUSTAINED_S, WALL_CALLS = 0.4, 1.0, 24
+TURNS, WARM_S, SUSTAINED_S = 2, 0.15, 0.4  # Of a long run: each of kernel and opponents in turn.
+# Calls of one program in a long run, and programs between two looks at the clock: the host takes
+# up to 0.25 ms to start a program, longer than many kernels run.
+TOGETHER, PROGRAMS = 8, 3
 ROTATE_BYTES = 240 << 20  # Four times the L2 cache of an H200.
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
@@ -25,10 +28,9 @@ def run(args: argparse.Namespace) -> None:
     kernels, start = tuple(args.kernels), time.time()
     cases = load_cases(kernels, args.pattern)
     items = [i for i, case in enumerate(cases) if case.opponents]
-    prepare = functools.partial(_prepare, kernels, args.pattern)
-    measure = functools.partial(_measure, args.sustained)
+    prepare = functools.partial(_prepare, kernels, args.pattern, args.sustained)
     rows, provenance = [], {}
-    for index, result in pool.run(prepare, measure, items, args.workers, quiet=True):
+    for index, result in pool.run(prepare, _measure, items, args.workers, quiet=True):
         if isinstance(result, str):
             print(f"{cases[index].kernel} {cases[index].name} FAILED {result}", flush=True)
             continue
@@ -49,25 +51,32 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows, {time.time() - start:.0f} s; {json.dumps(provenance)}")
 
 
-def _prepare(kernels, pattern, index):
+def _prepare(kernels, pattern, sustained, index):
     import jax
 
     case = load_cases(kernels, pattern)[index]
     make = jax.jit(case.make).lower(jax.random.key(0)).compile()
     shapes = jax.eval_shape(case.make, jax.random.key(0))
     functions = {"ours": case.run, **case.opponents}
-    compiled = {
-        name: jax.jit(f, compiler_options=COMPILER_OPTIONS).lower(*shapes).compile()
-        for name, f in functions.items()
-    }
-    return case, make, compiled
+
+    def compile_(f, *shapes):
+        return jax.jit(f, compiler_options=COMPILER_OPTIONS).lower(*shapes).compile()
+
+    compiled = {name: compile_(f, *shapes) for name, f in functions.items()}
+    long_runs = {}
+    if case.sustained or sustained:
+        long_runs = {
+            name: compile_(lambda sets, f=f: [f(*one) for one in sets], [shapes] * TOGETHER)
+            for name, f in functions.items()
+        }
+    return case, make, compiled, long_runs
 
 
-def _measure(sustained, _, prepared):
+def _measure(_, prepared):
     """Returns {name: {"device": seconds, ...}} and the provenance of the device."""
     import jax
 
-    case, make, compiled = prepared
+    case, make, compiled, long_runs = prepared
     num_sets = max(1, min(4, -(-ROTATE_BYTES // case.num_bytes)))
     sets = [make(jax.random.key(i)) for i in range(num_sets)]
     times = {name: [] for name in compiled}
@@ -75,9 +84,8 @@ def _measure(sustained, _, prepared):
         for name, function in compiled.items():
             times[name] += _device_seconds(function, sets)
     measured = {name: {"device": statistics.median(t)} for name, t in times.items()}
-    if case.sustained or sustained:
-        for name, function in compiled.items():
-            measured[name] |= _sustained(function, sets)
+    for name, found in _sustained(long_runs, sets).items():
+        measured[name] |= found
     client = jax.devices()[0].client
     provenance = {
         "device_kind": jax.devices()[0].device_kind,
@@ -108,30 +116,40 @@ def _device_seconds(function, sets) -> list[float]:
     return [1e-3 * sum(milliseconds[i * per_call : (i + 1) * per_call]) for i in range(LAUNCHES)]
 
 
-def _sustained(function, sets) -> dict[str, float]:
+def _sustained(long_runs, sets) -> dict[str, dict[str, float]]:
     """Wall seconds and joules of a call, and the clock in MHz, while calls follow each other."""
     import jax
 
-    meter = Meter()
+    together = [sets[i % len(sets)] for i in range(TOGETHER)]
+    totals = {name: (0, 0.0, 0.0) for name in long_runs}
+    clocks = {name: [] for name in long_runs}
+    meter = Meter() if long_runs else None
 
-    def calls_for(seconds: float) -> tuple[int, list[int]]:
-        calls, clocks, start = 0, [], time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            for i in range(WALL_CALLS):
-                result = function(*sets[i % len(sets)])
-            clocks.append(meter.read().clock_mhz)
+    def calls_for(function, least_s: float) -> tuple[int, list[int]]:
+        calls, found, start = 0, [], time.perf_counter()
+        while time.perf_counter() - start < least_s:
+            for _ in range(PROGRAMS):
+                result = function(together)
+            found.append(meter.read().clock_mhz)
             jax.block_until_ready(result)
-            calls += WALL_CALLS
-        return calls, clocks
+            calls += PROGRAMS * TOGETHER
+        return calls, found
 
-    calls_for(WARM_S)
-    joules, start = meter.read().joules, time.perf_counter()
-    calls, clocks = calls_for(SUSTAINED_S)
-    seconds = time.perf_counter() - start
+    for _ in range(TURNS):
+        for name, function in long_runs.items():
+            calls_for(function, WARM_S)
+            joules, start = meter.read().joules, time.perf_counter()
+            calls, found = calls_for(function, SUSTAINED_S)
+            measured = (calls, time.perf_counter() - start, meter.read().joules - joules)
+            totals[name] = tuple(a + b for a, b in zip(totals[name], measured, strict=True))
+            clocks[name] += found
     return {
-        "wall": seconds / calls,
-        "joules": (meter.read().joules - joules) / calls,
-        "mhz": statistics.median(clocks),
+        name: {
+            "wall": seconds / calls,
+            "joules": joules / calls,
+            "mhz": statistics.median(clocks[name]),
+        }
+        for name, (calls, seconds, joules) in totals.items()
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MODULES = ("gemm", "norm", "corun", "attention", "decode_attention", "depthwise")
+MODULES = ("gemm", "gemm_8bit", "norm", "corun", "attention", "decode_attention", "depthwise")
 
 # Measured on an H200: a large bf16 product, and a large copy counting bytes read and written.
 PEAK_FLOPS_PER_S = 790e12
@@ -32,6 +32,7 @@ class Case:
       opponents: The functions that it is timed against, by name; none: it is only checked.
       flops: FLOPs of one run.
       num_bytes: Least bytes that one run reads and writes.
+      peak_flops_per_s: The rate above which no kernel of its types runs.
       sustained: Whether to time calls back to back for a second too, with clock and energy.
     """
 
@@ -45,12 +46,13 @@ class Case:
     opponents: dict[str, Callable[..., Any]] = field(default_factory=dict)
     flops: int = 0
     num_bytes: int = 0
+    peak_flops_per_s: float = PEAK_FLOPS_PER_S
     sustained: bool = False
 
     @property
     def bound_s(self) -> float:
         """The time below which no kernel runs."""
-        return max(self.flops / PEAK_FLOPS_PER_S, self.num_bytes / PEAK_BYTES_PER_S)
+        return max(self.flops / self.peak_flops_per_s, self.num_bytes / PEAK_BYTES_PER_S)
 
 
 def load_cases(kernels: tuple[str, ...], pattern: str = "") -> list[Case]:
