@@ -25,6 +25,7 @@ PAGES = {
     "whole": (overlap.whole, "the whole batch as written, in one loop, and as one graph"),
     "steps": (overlap.steps, "decode steps as two interleaved sub-batches"),
     "gemm": (kernels.gemm, "matrix products against cuBLASLt"),
+    "gemm_8bit": (kernels.gemm_8bit, "products of FP8 and int8 against cuBLASLt and XLA"),
     "attention": (kernels.attention, "attention and decode attention against cuDNN"),
     "norms": (kernels.norms, "norms against XLA"),
     "corun": (kernels.corun, "a product beside other work in one launch"),

@@ -83,7 +83,7 @@ _GATED = (
     ),
 )
 # Of 8 bits: a slot holds twice the columns in the same bytes and the same time. Rates are between
-# those of a burst and of a long run, docs/kernels_8bit.md.
+# those of a burst and of a long run, docs/design/kernels_8bit.md.
 _eight_bit = functools.partial(Tile, operand_bytes=1, tile_k=128, cluster="m")
 _PLAIN_EIGHT_BIT = (
     _Candidate(

@@ -18,6 +18,7 @@ from result_pages.markdown import (
 
 Row = Mapping[str, Any]
 ALONE = ", product alone"
+LONG_S = 2.5e-4  # Of a burst: shorter ones end while the host reads the clock.
 BY_NAME = {shape.name: shape for shape in SHAPES}
 
 
@@ -50,6 +51,50 @@ def gemm(tables: Tables) -> str:
     )
 
 
+def gemm_8bit(tables: Tables) -> str:
+    """The page of products of 8 bits."""
+    rows = tables["bench_gemm_8bit"]["rows"]
+    return page(
+        "GEMM of 8 bits",
+        "Products of the six models in FP8 (e4m3) and int8, with a scale for each row and column; "
+        "device time, kernel and opponent in turns. Alone: ours with scales against cuBLASLt's "
+        "product without, of int8 to int32. With the epilogue: against XLA, which runs scales and "
+        "epilogue as a kernel of its own. A few rows are ours even where `quantized_gemm` leaves "
+        "them to XLA. Bold: the opponent is faster. How the kernel works: "
+        "[kernels of 8 bits](../design/kernels_8bit.md).",
+        *(
+            section(title, _products(_of_kind(rows, kind), opponent="XLA"))
+            for title, kind in (("FP8", "float8_e4m3fn"), ("int8", "int8"))
+        ),
+        section(
+            "Results of 8 bits, over one scale",
+            versus(row for row in rows if row["case"].endswith("result")),
+        ),
+        section(
+            "FP8 with promoted sums",
+            "Against XLA with the highest precision, which has cuBLASLt promote sums too.",
+            versus(row for row in rows if row["case"].endswith("promoted")),
+        ),
+        section(
+            "In a long run",
+            "Wall time of a call, two turns of 0.4 s. The clock is read after every 24 calls, "
+            "some milliseconds in which the SMs idle: only calls of 0.25 ms and more are here.",
+            _long(row for row in rows if "ours_wall_s" in row and row["ours_s"] >= LONG_S),
+        ),
+        conditions(tables, "bench_gemm_8bit"),
+    )
+
+
+def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+    """Rows of operands of a kind, with their cases named by the product alone."""
+    ending = f", {kind}"
+    return [
+        {**row, "case": row["case"].removesuffix(ending)}
+        for row in rows
+        if row["case"].endswith(ending)
+    ]
+
+
 def _divided(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Rows of single products, and the rest."""
     found: tuple[list[Row], list[Row]] = [], []
@@ -58,7 +103,7 @@ def _divided(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return found
 
 
-def _products(rows: Sequence[Row]) -> str:
+def _products(rows: Sequence[Row], opponent: str = "cuBLASLt") -> str:
     alone = {row["case"].removesuffix(ALONE): row for row in rows if row["case"].endswith(ALONE)}
     found = []
     for row in rows:
@@ -76,7 +121,7 @@ def _products(rows: Sequence[Row]) -> str:
                 _fine(row["speedup"]),
             )
         )
-    columns = ("TFLOP/s alone", "ratio alone", "epilogue", "us", "cuBLASLt, us", "ratio")
+    columns = ("TFLOP/s alone", "ratio alone", "epilogue", "us", f"{opponent}, us", "ratio")
     return table(("product", *columns), found)
 
 
@@ -237,11 +282,22 @@ def _figures(row: Row, side: str) -> tuple[str, ...]:
 def slower(tables: Tables) -> str:
     """Cases of the kernel benchmarks in which an opponent on the same SMs is faster."""
     found: dict[tuple[str, str], Row] = {}
-    names = ("bench_kernels", "bench_few_rows", "bench_softcap", "bench_key_bias")
+    names = (
+        "bench_kernels",
+        "bench_few_rows",
+        "bench_softcap",
+        "bench_key_bias",
+        "bench_gemm_8bit",
+    )
     for row in (row for name in names for row in tables[name]["rows"]):
         case = row["kernel"], row["case"]
         ours = row["opponent"].startswith("ours")
-        if row["speedup"] < 0.985 and not ours and not row["case"].endswith(("SMs", ALONE)):
+        if (
+            row["speedup"] < 0.985
+            and not ours
+            and not row["case"].endswith("SMs")
+            and ALONE not in row["case"]
+        ):
             found[case] = min(row, found.get(case, row), key=lambda row: row["speedup"])
     return table(
         ("kernel", "case", "opponent", "ratio"),
