@@ -387,5 +387,6 @@ def _estimate(model: "Model", inputs: tuple[object, ...], wanted: _Wanted) -> "E
         analysis = analyse(model, inputs, device=device, fuse=wanted.fuse)
     except FusionError:
         return None
+    wanted.outputs.check_split(analysis.unsplittable)
     work = work_of(analysis, wanted.profile, planned=wanted.plan is not None)
     return estimate(work, probe_s(), num_cores())

@@ -56,9 +56,8 @@ class Outputs:
           FileError: A place cannot be written.
           InputError: There will be no timetable to write, or matplotlib is missing.
         """
-        drawn = {"--trace": self.trace, "--figures": self.figures, "--html": self.html}
-        for option, path in drawn.items():
-            if path is not None and not has_table:
+        for option, path in self._drawn():
+            if not has_table:
                 raise InputError(
                     f"{option} {path}: a loaded plan, and a batch of one row, come without the "
                     "measured table that timetables are drawn from; a search over two rows or more "
@@ -67,6 +66,26 @@ class Outputs:
         check_writable("--save-plan", self.plan)
         check_writable("--trace", self.trace)
         check_drawable(self.figures, self.html)
+
+    def check_split(self, unsplittable: str) -> None:
+        """Refuses timetables of a batch that cannot be split, before anything is compiled.
+
+        Args:
+          unsplittable: Why it cannot be split; empty if it can.
+
+        Raises:
+          InputError: There will be no timetable to write.
+        """
+        for option, path in self._drawn() if unsplittable else ():
+            raise InputError(
+                f"{option} {path}: the batch cannot be split ({unsplittable}), so there is no "
+                "timetable; models whose rows do not depend on each other are allowed; leave out "
+                f"{option}"
+            )
+
+    def _drawn(self) -> list[tuple[str, Path]]:
+        drawn = {"--trace": self.trace, "--figures": self.figures, "--html": self.html}
+        return [(option, path) for option, path in drawn.items() if path is not None]
 
     def write(self, fast: "Optimized", inputs: tuple[object, ...]) -> list[Path]:
         """Writes what was asked for.

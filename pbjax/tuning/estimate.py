@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pbjax.graph.classify import class_shares
 from pbjax.planning.profile_grid import Run, paired_runs, single_runs
 from pbjax.planning.profiling import Profile, missing_pairs, missing_runs
-from pbjax.program.analysis import PROBE_SIZE, Analysis
+from pbjax.program.analysis import Analysis
 from pbjax.runtime.provenance import provenance_here
 from pbjax.runtime.timing import MIN_SAMPLE_S, SAMPLES
 
@@ -117,9 +117,7 @@ def work_of(analysis: Analysis, profile: Path | None, *, planned: bool = False) 
     block = len(analysis.summary.block)
     operations = {
         info.fingerprint: len(stage.operations)
-        for info, stage in zip(
-            analysis.summary.block, analysis.program_at(PROBE_SIZE).stages, strict=True
-        )
+        for info, stage in zip(analysis.summary.block, analysis.program.stages, strict=True)
     }
     mean = sum(operations.values()) // block
     timed = [[run] for run in runs] + [list(pair) for pair in pairs]

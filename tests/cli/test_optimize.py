@@ -176,6 +176,28 @@ def test_a_factory_s_model_runs_with_its_inputs(timer, tmp_path, monkeypatch):
     assert json.loads(result.stdout)["plan"]["sizes"] == [4, 2]
 
 
+MIXING = """
+import jax.numpy as jnp
+
+def model():
+    x = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
+    return lambda x: jnp.exp(x @ x.T), (x,)
+"""
+
+
+def test_a_model_that_mixes_its_batch_runs_whole_and_has_no_timetable(tmp_path, monkeypatch):
+    (tmp_path / "mixing_factory.py").write_text(MIXING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = invoke("mixing_factory:model")
+    assert done.exit_code == 0
+    assert "the batch cannot be split: dot_general (mixing_factory.py:6)" in done.stdout
+    refused = invoke("mixing_factory:model", "--trace", str(tmp_path / "trace.json"))
+    assert refused.exit_code == 2
+    assert "so there is no timetable" in refused.stderr
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_batch_auto_chooses_a_batch_and_says_why(folder, sentences, timer, monkeypatch):
     def timed(function, params, *inputs, samples):
         return Timing(median_s=1e-3 * inputs[0].shape[0] ** 0.5, spread_s=0.0, samples=samples)
