@@ -102,8 +102,11 @@ def _separators(place):
 
 
 def test_only_our_errors_are_raised():
-    """And AssertionError for what cannot happen, and what Python, typer and fusion catch."""
-    caught = {"AttributeError", "Exit", "BadParameter", "refusal", "Mismatch"}
+    """And AssertionError for what cannot happen, and what Python, typer and fusion catch.
+
+    A SplitError is a ModelError that makes its text of the operation that it is given.
+    """
+    caught = {"AttributeError", "Exit", "BadParameter", "refusal", "Mismatch", "SplitError"}
     allowed = ERRORS | caught | {"AssertionError"}
     found = {
         f"{path.name}:{node.lineno}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -223,11 +223,11 @@ class BucketedCall:
 
     def hold(self, state: object) -> object:
         """Refuses: there is no state."""
-        raise _no_state("hold")
+        _refuse_state("hold")
 
     def release(self, held: object) -> object:
         """Refuses: there is no state."""
-        raise _no_state("release")
+        _refuse_state("release")
 
     def close(self) -> None:
         """Lets go of the weights and programs."""
@@ -297,8 +297,8 @@ class BucketedCall:
         return jax.tree.unflatten(tree, cut)
 
 
-def _no_state(method: str) -> InputError:
-    return InputError(
+def _refuse_state(method: str) -> NoReturn:
+    raise InputError(
         f"{method}: this function carries no state; steps that were optimized with state= hold "
         "one; call it with its inputs, or optimize it again with state="
     )
