@@ -212,12 +212,20 @@ class BatchNormed(nnx.Module):
         (lambda x: x * x[:1], "slice"),
     ],
 )
-def test_model_that_mixes_its_batch_is_refused_by_the_operation_name(timer, mix, operation):
+def test_model_that_mixes_its_batch_runs_whole_and_the_operation_is_named(timer, mix, operation):
     weights = normal(1, D, D)
-    with pytest.raises(errors.ModelError, match=operation) as error:
-        pbjax.optimize(lambda x: mix(jnp.tanh(x @ weights)), *tokens(6))
-    assert "\n" not in str(error.value)
+
+    def model(x):
+        return mix(jnp.tanh(x @ weights))
+
+    fast = pbjax.optimize(model, *tokens(6))
+    assert (fast.plan.decision, fast.plan.sizes) == ("unsplit", (6,))
+    assert operation in fast.plan.reason
+    assert_close(fast(*tokens(6)), model(*tokens(6)), reduction=T * D, roundings=20)
     assert not timer.stages
+    with pytest.raises(errors.ModelError, match=operation) as error:
+        pbjax.optimize(model, *tokens(6), split=(4, 2))
+    check_house_form(error)
 
 
 def test_batch_norm_in_training_mode_is_refused():
