@@ -22,6 +22,7 @@ from pbjax.inference.generation.text import check_stop_strings
 from pbjax.planning.profiling import Profile
 from pbjax.planning.search import search
 from pbjax.roofline import report as roofline
+from pbjax.tuning.request import Request
 
 from .fakes import provenance
 from .search_tables import program
@@ -165,7 +166,8 @@ def test_a_kernel_that_is_named_is_refused_by_name_where_it_cannot_run():
     ],
     ids=str,
 )
-def test_arguments_of_optimize_of_another_type_are_refused_by_name(given, message):
+def test_arguments_of_optimize_of_another_type_are_refused_by_name(monkeypatch, given, message):
+    monkeypatch.setattr(Request, "of", classmethod(plain(Request.__dict__["of"].__func__)))
     with pytest.raises(InputTypeError, match=message):
         plain(pipeline.optimize)(jnp.tanh, jnp.ones((4, 3)), **given)
 
