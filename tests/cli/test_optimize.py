@@ -321,7 +321,7 @@ def test_shapes_become_random_values(folder, given):
         (("--batch", 4, "--latency-ms", 5), "the batch is given already"),
         (("--batch", "auto", "--latency-ms", 0), "not a time"),
         (("--fuse", "xyz"), "no pattern 'xyz'"),
-        (("--fuse", "all,gemm"), "stands alone"),
+        (("--fuse", "all,gemm"), "all beside other names"),
         (("--texts", "a", "--shape", "4x6"), "--texts --shape: inputs of several kinds"),
         (("--images", "a", "--audio", "b"), "--images --audio: inputs of several kinds"),
         (("--shape", "4x6", "--seq", 6), "--seq 6 --shape: "),

@@ -136,7 +136,7 @@ def test_one_seed_means_following_ones():
 def test_gpt2_may_fill_its_positions():
     row = list(range(1, 9))
     assert len(generate("gpt2", [row], 8)[0].token_ids) == 8
-    with pytest.raises(InputError, match=r"prompt of 8 tokens these are 17; the model has 16 pos"):
+    with pytest.raises(InputError, match=r"prompt of 8 tokens that makes 17; the model has 16 pos"):
         generate("gpt2", [row], 9)
 
 
