@@ -197,7 +197,7 @@ def test_full_size_model_has_the_known_number_of_parameters(config, total):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_mels": 81}, "num_mels is 81, of which the convolutions make 11; a 8th"),
+        ({"num_mels": 81}, "num_mels is 81, which the convolutions reduce to 11; a 8th"),
         ({"num_convolutions": 0}, "num_convolutions is 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"kernel_size": 8}, "kernel_size is 8"),
