@@ -73,7 +73,7 @@ def test_statistics_are_no_parameters():
         ({"num_layers": 0, "mlp_dim": -1}, "num_layers is 0, mlp_dim is -1"),
         ({"num_heads": 7}, "embed_dim is 1024 with 7 heads"),
         ({"num_heads": 1024, "positions": "rotary"}, "rotary positions need a multiple of 2048"),
-        ({"kernel_size": 32}, "kernel_size is 32; only an odd one"),
+        ({"kernel_size": 32}, "kernel_size is 32; only an odd number"),
         ({"conv_kernels": (3, 3)}, "7, 2, 7 convolution dims, kernels and strides"),
         ({"conv_dims": (0,) * 7}, "convolutions have sizes 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
