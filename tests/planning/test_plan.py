@@ -54,6 +54,19 @@ def test_plan_of_the_schema_before_budgets_has_none(tmp_path):
     assert Plan.load(edited(tmp_path, as_version_1)) == PLAN
 
 
+@pytest.mark.parametrize(("decision", "options"), [("split", {"a": True}), ("unsplit", {})])
+def test_options_of_schema_2_are_those_of_the_split(tmp_path, decision, options):
+    """The whole batch then ran without any, as the model is written."""
+
+    def as_version_2(document):
+        document["schema_version"] = 2
+        document["plan"] |= {"decision": decision, "compiler_options": {"a": True}}
+        del document["plan"]["layers"]
+
+    plan = Plan.load(edited(tmp_path, as_version_2))
+    assert (plan.decision, plan.compiler_options, plan.layers) == (decision, options, "as given")
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "cpu", "NVIDIA of tomorrow"])
 def test_budgets_are_kept(tmp_path, kind):
     plan = replace(PLAN, device_kind=kind, sm_budgets={"TENSOR": 84, "MEMORY": 48})
@@ -115,7 +128,7 @@ def edited(tmp_path, edit):
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
-        (lambda d: d.update(schema_version=3), "schema_version"),
+        (lambda d: d.update(schema_version=4), "schema_version"),
         (lambda d: d.pop("schema_version"), "schema_version"),
         (lambda d: d.update(more=1), "more"),
         (lambda d: d.pop("plan"), "plan"),
