@@ -171,7 +171,11 @@ def test_study_and_what_if_answer_in_words_and_in_json():
         (("gpt2", "--device", "h200"), 2, "seq is missing"),
         (("gpt2", "--device", "h200", "--seq", 2000), 2, "1 to 1024"),
         (("vit-base", "--device", "h200", "--seq", 7), 2, "leave it out"),
-        (("minilm", "--device", "h200", "--seq", 8, "--phase", "decode"), 2, "unknown phase 'decode'"),
+        (
+            ("minilm", "--device", "h200", "--seq", 8, "--phase", "decode"),
+            2,
+            "unknown phase 'decode'",
+        ),
         (("minilm", "--device", "h200", "--seq", 8, "--study"), 2, "generates"),
         (("gpt2", "--device", "h200", "--seq", 8, "--latency-ms", 5), 2, "add --study"),
         (("gpt2", "--device", "h200", "--seq", 8, "--draft", "gpt2"), 2, "add --what-if"),
@@ -253,6 +257,4 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_traced(
 def test_a_study_of_a_model_with_few_positions_is_refused_with_the_way_out():
     result = run(DATA / "gpt2", "--device", "h200", "--seq", 12, "--study")
     assert result.exit_code == 2
-    assert (
-        "0 of the lengths fit the model; 3 lengths of 64 tokens or more" in result.stderr
-    )
+    assert "0 of the lengths fit the model; 3 lengths of 64 tokens or more" in result.stderr
