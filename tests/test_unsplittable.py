@@ -141,3 +141,16 @@ def test_a_step_that_mixes_its_batch_carries_its_state():
     assert_close(fast.release(held)[0], total, reduction=B, roundings=20)
     with pytest.raises(ModelError, match=r"split=\(4, 2\)"):
         pbjax.optimize(step, rows(), start(), state=1, split=(4, 2))
+
+
+def test_a_foreign_plan_without_a_split_says_why_there_is_none():
+    plan = pbjax.optimize(mean_loss, rows()).plan
+    foreign = dataclasses.replace(plan, jax="0.0.1")
+    with pytest.warns(pbjax.errors.PbjaxWarning, match="jax '0.0.1' in the plan"):
+        fast = pbjax.optimize(mean_loss, rows(), plan=foreign)
+    assert fast.plan.reason.startswith("the batch cannot be split: ")
+
+
+def test_the_batch_itself_may_be_named_as_a_bucket():
+    fast = pbjax.optimize(mean_loss, rows(), buckets=[len(rows())])
+    assert fast.buckets == (len(rows()),)

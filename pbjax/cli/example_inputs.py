@@ -75,7 +75,7 @@ def fixed(inputs: Sequence[Any]) -> Examples:
     leaves = jax.tree.leaves(inputs)
     found = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in leaves}
     rows = found.pop() if len(found) == 1 else None
-    if rows is None:
+    if rows is None or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise InputError(
             "optimize(inputs): not arrays of one number of rows; arrays and trees of them with the "
             "batch first are allowed; call pbjax.optimize with batch_axes= from Python"

@@ -387,6 +387,7 @@ def _estimate(model: "Model", inputs: tuple[object, ...], wanted: _Wanted) -> "E
         analysis = analyse(model, inputs, device=device, fuse=wanted.fuse)
     except FusionError:
         return None
-    wanted.outputs.check_split(analysis.unsplittable)
+    one_row = "it has one row" if analysis.batch.batch_size == 1 else ""
+    wanted.outputs.check_split(one_row or analysis.unsplittable)
     work = work_of(analysis, wanted.profile, planned=wanted.plan is not None)
     return estimate(work, probe_s(), num_cores())

@@ -138,7 +138,7 @@ def step_shortlist(request: Request, analysis: Analysis, specs: SpecSearch | Non
     if specs is None:
         return _unsplittable(request, analysis)
     if request.plan is not None:
-        return _planned(request.plan, planned(analysis, request.plan), specs)
+        return _planned(request.plan, planned(analysis, request.plan, can_scan=False), specs)
     unsplit = Shortlist(
         batch_size=analysis.batch.batch_size,
         wholes=whole_programs(analysis, specs.unsplit_s, can_scan=False),

@@ -73,13 +73,12 @@ def shortlists(request: Request, analysis: Analysis, phases: Phases) -> list[Sho
     if request.plan is not None:
         return [planned(analysis, request.plan)]
     split = None if request.split is None else given_split(request.split, sizes[-1])
-    if request.buckets:
+    if len(sizes) > 1:
         analysis.require_split(f"optimize(buckets={request.buckets})")
     if split is not None and len(split.sizes) > 1:
         analysis.require_split(f"optimize(split={split.sizes})")
     if reason := no_sub_batches(analysis):
-        wholes = whole_programs(analysis)
-        return [Shortlist(batch_size=sizes[-1], wholes=wholes, reason=reason)]
+        return [Shortlist(batch_size=sizes[-1], wholes=whole_programs(analysis), reason=reason)]
     measurements = measured_table(analysis, request.leaves, request.profile, phases)
     if split is not None:
         return [forced(analysis, measurements, split, request.unroll)]
@@ -246,11 +245,16 @@ def forced(
     )
 
 
-def planned(analysis: Analysis, plan: Plan) -> Shortlist:
+def planned(analysis: Analysis, plan: Plan, *, can_scan: bool = True) -> Shortlist:
     """The programs of a saved plan.
 
     A plan of another device kind or version of jax keeps its sizes and staggers, but whether they
     pay is measured again, of which a `PbjaxWarning` tells.
+
+    Args:
+      analysis: The model.
+      plan: The plan.
+      can_scan: As in `whole_programs`.
 
     Raises:
       ModelError: The plan is for another model, or splits a batch that cannot be split.
@@ -271,8 +275,7 @@ def planned(analysis: Analysis, plan: Plan) -> Shortlist:
     )
     splits = (split,) if len(plan.sizes) > 1 else ()
     if not warning:
-        if plan.decision != "split":
-            splits = ()
+        splits = splits if plan.decision == "split" else ()
         return Shortlist(
             batch_size=plan.batch_size,
             wholes=_planned_wholes(analysis, plan),
@@ -285,9 +288,10 @@ def planned(analysis: Analysis, plan: Plan) -> Shortlist:
     warn(warning)
     return Shortlist(
         batch_size=plan.batch_size,
-        wholes=whole_programs(analysis, plan.predicted.unsplit),
+        wholes=whole_programs(analysis, plan.predicted.unsplit, can_scan=can_scan),
         splits=(*splits, *_rivals(splits)),
         digest=plan.digest,
+        reason="" if splits else no_sub_batches(analysis) or "the plan has no split",
         warnings=(warning,),
     )
 
