@@ -138,6 +138,8 @@ def _exact(shape: GemmShape, kind: str) -> Case:
         run=run,
         reference=truth,
         close=({"reduction": 1},),
+        flops=2 * shape.m * shape.k * shape.n,
+        num_bytes=shape.k * (shape.m + shape.n) + 4 * shape.m * shape.n,
     )
 
 
