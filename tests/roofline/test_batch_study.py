@@ -133,7 +133,8 @@ def test_a_model_that_does_not_fit_is_refused_with_its_figures():
 
 
 def test_too_few_lengths_are_refused():
-    with pytest.raises(InputError, match=r"1 of the lengths .* 3 lengths of 64 tokens or more are needed"):
+    needed = r"1 of the lengths .* 3 lengths of 64 tokens or more are needed"
+    with pytest.raises(InputError, match=needed):
         study_phase(
             on_small,
             "prefill",
