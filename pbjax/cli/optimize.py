@@ -147,7 +147,8 @@ def optimize(
         texts=texts, images=images or (), audio=audio or (), ids=ids, shapes=shape or (), seq=seq
     )
     rows = read_batch(batch, latency_ms)
-    sizes, given = _sizes(split, rows), _given_plan(plan, split=split, batch=batch, rows=rows)
+    sizes = _sizes(split, batch, rows)
+    given = _given_plan(plan, split=split, batch=batch, rows=rows)
     wanted = _Wanted(
         rows=rows or (given.batch_size if given else None if sizes is None else sum(sizes)),
         auto=batch == AUTO,
@@ -197,10 +198,15 @@ def read_batch(text: str | None, latency_ms: float | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _sizes(split: str | None, rows: int | None) -> tuple[int, ...] | None:
+def _sizes(split: str | None, batch: str | None, rows: int | None) -> tuple[int, ...] | None:
     """The sizes of sub-batches that add up to the rows, where these are known already."""
     if split is None:
         return None
+    if batch == AUTO:
+        raise InputError(
+            f"--split {split} --batch auto: sizes decide the batch; one of them is allowed; leave "
+            "out the other"
+        )
     try:
         sizes = tuple(int(size) for size in split.split(","))
     except ValueError as error:

@@ -180,7 +180,7 @@ class StepWorkload:
         self, program: CompiledProgram, expected: Sequence[Array], state: Sequence[Array]
     ) -> float:
         outputs, pieces = self.call(program, self.start(program))
-        compared = partial(_checked_difference, self.analysis, program.spec.name)
+        compared = partial(_checked_difference, self.analysis, program.spec.label)
         worst = [0.0, *map(compared, outputs, expected)]
         layout = self.layout_of(program.spec)
         for place, want in enumerate(state):

@@ -16,14 +16,8 @@ from pbjax.program.analysis import PROBE_SIZE, Analysis
 from pbjax.runtime.compilation import ProgramSpec
 from pbjax.runtime.measured_programs import milliseconds
 from pbjax.tuning.request import Request
-from pbjax.tuning.shortlist import (
-    Shortlist,
-    as_written,
-    given_split,
-    no_sub_batches,
-    planned,
-    whole_programs,
-)
+from pbjax.tuning.shortlist import Shortlist, given_split, planned, too_small
+from pbjax.tuning.whole_batch import as_written, no_sub_batches, whole_programs
 
 # Sizes that are searched are multiples of a power of two of rows, at most this: products have tiles
 # of 128 and 256 rows.
@@ -143,12 +137,11 @@ def step_shortlist(request: Request, analysis: Analysis, specs: SpecSearch | Non
         batch_size=analysis.batch.batch_size,
         wholes=whole_programs(analysis, specs.unsplit_s, can_scan=False),
     )
-    if request.split is not None:
-        return _forced(given_split(request.split, unsplit.batch_size).sizes, unsplit, specs)
+    if (split := given_split(request, analysis)) is not None:
+        return _forced(split.sizes, unsplit, specs)
     best = specs.best()
     if best is None:
-        none = "no kernel of one sub-batch can share a launch with the other's"
-        return replace(unsplit, reason=none)
+        return replace(unsplit, reason=_why_none(unsplit.batch_size))
     if best.predicted_s > HOPELESS * specs.unsplit_s:
         predicted_ms, unsplit_ms = map(milliseconds, (best.predicted_s, specs.unsplit_s))
         slower = (
@@ -156,18 +149,20 @@ def step_shortlist(request: Request, analysis: Analysis, specs: SpecSearch | Non
             f"{unsplit_ms} ms: not tried"
         )
         return replace(unsplit, reason=slower)
-    return replace(unsplit, splits=_programs(best))
+    return _tried(unsplit, best)
+
+
+def _why_none(batch_size: int) -> str:
+    if batch_size < 2 * measured_size(1):
+        return too_small(batch_size)
+    return "no kernel of one sub-batch can share a launch with the other's"
 
 
 def _unsplittable(request: Request, analysis: Analysis) -> Shortlist:
     """The whole batch of a step whose rows depend on each other."""
     if request.plan is not None:
         return planned(analysis, request.plan)
-    if (
-        request.split is not None
-        and len(given_split(request.split, analysis.batch.batch_size).sizes) > 1
-    ):
-        analysis.require_split(f"optimize(split={request.split})")
+    given_split(request, analysis)  # Refused if it has several sizes.
     return Shortlist(
         batch_size=analysis.batch.batch_size,
         wholes=whole_programs(analysis),
@@ -175,12 +170,16 @@ def _unsplittable(request: Request, analysis: Analysis) -> Shortlist:
     )
 
 
-def _programs(found: InterleavedSpec) -> tuple[ProgramSpec, ...]:
-    """Two sub-batches interleaved, and the same one after the other, to tell what overlap gains."""
+def _tried(shortlist: Shortlist, found: InterleavedSpec) -> Shortlist:
+    """Adds two sub-batches interleaved, and one after the other, to tell what overlap gains.
+
+    The latter is never kept: a plan of a step has no word for it.
+    """
     sequential = ProgramSpec(
         sizes=found.sizes, staggers=(0, 0), predicted_s=found.in_sequence().predicted_s
     )
-    return replace(sequential, interleaved=True, predicted_s=found.predicted_s), sequential
+    interleaved = replace(sequential, interleaved=True, predicted_s=found.predicted_s)
+    return replace(shortlist, splits=(interleaved,), compared=(sequential,))
 
 
 def _forced(sizes: tuple[int, ...], unsplit: Shortlist, specs: SpecSearch) -> Shortlist:
@@ -188,7 +187,7 @@ def _forced(sizes: tuple[int, ...], unsplit: Shortlist, specs: SpecSearch) -> Sh
     unsplit = replace(unsplit, wholes=wholes, reason=f"split={sizes} was given")
     if len(sizes) == 1:
         return unsplit
-    return replace(unsplit, splits=_programs(_at(specs, "split", sizes)), forced=True)
+    return replace(_tried(unsplit, _at(specs, "split", sizes)), forced=True)
 
 
 def _planned(plan: Plan, found: Shortlist, specs: SpecSearch) -> Shortlist:
@@ -196,9 +195,8 @@ def _planned(plan: Plan, found: Shortlist, specs: SpecSearch) -> Shortlist:
     _check_interleaved(plan)
     if not found.splits:
         return found
-    interleaved, sequential = _programs(_at(specs, "plan", plan.sizes))
-    splits = (interleaved,) if found.plan else (interleaved, sequential)
-    return replace(found, splits=splits)
+    tried = _tried(found, _at(specs, "plan", plan.sizes))
+    return replace(tried, compared=()) if found.plan else tried
 
 
 def _check_interleaved(plan: Plan) -> None:

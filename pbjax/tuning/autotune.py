@@ -86,7 +86,7 @@ def autotune(workload: Workload, shortlist: Shortlist, phases: Phases) -> Tuned:
     """
     if shortlist.plan is not None:
         return Tuned(kept=_planned(workload, shortlist, phases), plan=shortlist.plan)
-    specs = (*shortlist.wholes, *shortlist.splits)
+    specs = shortlist.specs
     with phases.phase("compile", len(specs)) as report:
         built = compile_all([partial(workload.lower, spec) for spec in specs], report)
     programs, warnings = _fitting(built, shortlist, _room(workload))
@@ -119,7 +119,7 @@ def measure(
 
 def _planned(workload: Workload, shortlist: Shortlist, phases: Phases) -> CompiledProgram:
     """The program of a plan that decides; it is verified unless that was done before."""
-    reference, *_ = specs = (*shortlist.wholes, *shortlist.splits)
+    reference, *_ = specs = shortlist.specs
     with phases.phase("compile") as report:
         (kept,) = compile_all([partial(workload.lower, specs[-1])], report)
         if kept.spec == reference or verified_difference(kept.key) is not None:
@@ -151,19 +151,21 @@ def _fitting(
         as_written = program.spec.is_whole and not program.spec.variant
         return as_written or program.needed_bytes <= room
 
-    too_large = [program for program in built if not fits(program)]
-    lines = tuple(
-        f"{program.spec.label} {joined(program.spec.sizes)} needs "
-        f"{program.needed_bytes / 1e9:.3g} GB, {program.temporary_bytes / 1e9:.3g} of them "
-        f"temporary; {room / 1e9:.3g} GB are there: not run"
-        for program in too_large
-    )
-    if shortlist.forced and shortlist.splits[0] in [program.spec for program in too_large]:
-        (line,) = (each for each in lines if each.startswith(shortlist.splits[0].label))
-        raise MemoryBudgetError(
-            f"optimize(split={shortlist.splits[0].sizes}): {line.removesuffix(': not run')}; what "
-            "fits the device is allowed; lower the batch, or leave the split out to search"
+    def need(program: CompiledProgram) -> str:
+        return (
+            f"{program.spec.label} {joined(program.spec.sizes)} needs "
+            f"{program.needed_bytes / 1e9:.3g} GB, {program.temporary_bytes / 1e9:.3g} of them "
+            f"temporary; {room / 1e9:.3g} GB are there"
         )
+
+    too_large = [program for program in built if not fits(program)]
+    for program in too_large:
+        if shortlist.forced and program.spec == shortlist.splits[0]:
+            raise MemoryBudgetError(
+                f"optimize(split={program.spec.sizes}): {need(program)}; what fits the device is "
+                "allowed; lower the batch, or leave the split out to search"
+            )
+    lines = tuple(f"{need(program)}: not run" for program in too_large)
     return [program for program in built if fits(program)], lines
 
 
@@ -181,7 +183,7 @@ def _decide(
     shortlist: Shortlist, programs: Sequence[CompiledProgram], timed: Sequence[TimedProgram]
 ) -> _Verdict:
     """Keeps the fastest whole batch, or a split that is faster than that."""
-    splits = [program for program in programs if not program.spec.is_whole]
+    splits = [program for program in programs if program.spec in shortlist.splits]
     if shortlist.forced:
         return _Verdict(kept=splits[0], split=splits[0], reason=shortlist.reason)
     no_split = shortlist.reason or "no split fits the device"
@@ -191,7 +193,8 @@ def _decide(
     if not splits:
         reason = "; ".join(part for part in (no_split, better) if part)
         return _Verdict(kept=whole.program, split=None, reason=reason)
-    split = min((t for t in timed if not t.spec.is_whole), key=lambda each: each.median_s)
+    may_be_kept = (each for each in timed if each.spec in shortlist.splits)
+    split = min(may_be_kept, key=lambda each: each.median_s)
     comparison, is_faster = _compare(split, whole)
     kept = split if is_faster else whole
     return _Verdict(kept=kept.program, split=split.program, reason=comparison)

@@ -131,7 +131,7 @@ class CallWorkload:
                 spec = checked.spec
                 progress(turn * len(programs) + index, total, f"{spec.label} {spec.sizes}")
                 outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
-                found = largest_difference(self.analysis.source, outputs, expected, spec.name)
+                found = largest_difference(self.analysis.source, outputs, expected, spec.label)
                 worst[index] = max(worst[index], found)
         for checked, difference in zip(programs, worst, strict=True):
             note_verified(checked.key, difference)

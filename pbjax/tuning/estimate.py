@@ -20,6 +20,7 @@ from pbjax.planning.profiling import Profile, missing_pairs, missing_runs
 from pbjax.program.analysis import Analysis
 from pbjax.runtime.provenance import provenance_here
 from pbjax.runtime.timing import MIN_SAMPLE_S, SAMPLES
+from pbjax.tuning.whole_batch import whole_programs
 
 # Compiling, in compilations of the probe for each operation on one core: 34 CPU seconds for 1,465
 # operations in 33 programs of a BERT with two layers, and 0.08 for the probe.
@@ -31,8 +32,8 @@ PROBE_S = 0.06
 SECONDS_PER_ROOFLINE_SECOND = 0.37
 # Calls of a whole program: two compare outputs, one is not counted, one tells how many to queue.
 OTHER_CALLS = 4
-# Whole programs that compete: the batch as given and scanned, splits of two and three, in sequence.
-PROGRAMS = 5
+# Programs of sub-batches that compete: splits of two and three, and one after the other.
+SPLIT_PROGRAMS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def work_of(analysis: Analysis, profile: Path | None, *, planned: bool = False) 
         stage_programs=len(timed),
         stage_operations=sum(operations.get(run.stage.fingerprint, mean) for run in every),
         stage_s=tuple(_roofline_s(analysis, total, group) for group in timed),
-        programs=2 if planned else PROGRAMS if splits else 1,
+        programs=2 if planned else len(whole_programs(analysis)) + splits * SPLIT_PROGRAMS,
         operations=len(analysis.graph.operations),
         call_s=0.0 if planned else total,
     )

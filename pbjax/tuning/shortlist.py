@@ -21,10 +21,10 @@ from pbjax.runtime.phases import Phases
 from pbjax.runtime.timing import on_gpu
 from pbjax.tuning.measured_table import Measurements, measured_table
 from pbjax.tuning.request import Request
+from pbjax.tuning.whole_batch import as_written, no_sub_batches, whole_programs
 
-# More blocks in one step of a loop, or more layers written out, take minutes to compile.
+# More blocks in one step of a loop take minutes to compile.
 MAX_UNROLL = 16
-MAX_LAYERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Shortlist:
       batch_size: Rows of the batch.
       wholes: Programs of the whole batch; the first is the model as it was given.
       splits: Programs of its sub-batches, the one predicted to be fastest first.
+      compared: Programs of sub-batches that are timed to compare the splits with, and not kept.
       forced: Whether the first split runs whatever it takes.
       reason: Why the decision is settled before anything is timed; empty if it is not.
       plan: A plan that decides already; nothing is timed then.
@@ -47,6 +48,7 @@ class Shortlist:
     batch_size: int
     wholes: tuple[ProgramSpec, ...]
     splits: tuple[ProgramSpec, ...] = ()
+    compared: tuple[ProgramSpec, ...] = ()
     forced: bool = False
     reason: str = ""
     plan: Plan | None = None
@@ -54,6 +56,11 @@ class Shortlist:
     measurements: Measurements | None = None
     digest: str = ""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> tuple[ProgramSpec, ...]:
+        """All programs to build, the model as it was given first."""
+        return (*self.wholes, *self.splits, *self.compared)
 
     @property
     def whole_s(self) -> float | None:
@@ -72,11 +79,9 @@ def shortlists(request: Request, analysis: Analysis, phases: Phases) -> list[Sho
     sizes = request.batch_sizes(analysis.batch.batch_size)
     if request.plan is not None:
         return [planned(analysis, request.plan)]
-    split = None if request.split is None else given_split(request.split, sizes[-1])
+    split = given_split(request, analysis)
     if len(sizes) > 1:
         analysis.require_split(f"optimize(buckets={request.buckets})")
-    if split is not None and len(split.sizes) > 1:
-        analysis.require_split(f"optimize(split={split.sizes})")
     if reason := no_sub_batches(analysis):
         return [Shortlist(batch_size=sizes[-1], wholes=whole_programs(analysis), reason=reason)]
     measurements = measured_table(analysis, request.leaves, request.profile, phases)
@@ -90,42 +95,6 @@ def device_room(device: Device) -> int:
     """Bytes that programs may use: the device's, or what JAX was given of them if that is less."""
     stats = jax.devices()[0].memory_stats() or {}
     return min(device.memory_bytes, stats.get("bytes_limit", device.memory_bytes))
-
-
-def whole_programs(
-    analysis: Analysis, predicted_s: float | None = None, *, can_scan: bool = True
-) -> tuple[ProgramSpec, ...]:
-    """Programs of the whole batch.
-
-    They are the model as it was given; the same with kernels, where fusion has found some; its
-    layers written out where it scans over them, or in one loop where it does not; and on a GPU all
-    of it as one graph, whose independent kernels may run at the same time.
-
-    Args:
-      analysis: The model.
-      predicted_s: Predicted seconds of the batch with kernels.
-      can_scan: Whether layers can be put into one loop.
-    """
-    size = analysis.batch.batch_size
-    whole = ProgramSpec(sizes=(size,), staggers=(0,), predicted_s=predicted_s)
-    found = [replace(whole, plain=True, predicted_s=None)] if analysis.fused else []
-    found.append(whole)
-    written_out = whole
-    if 1 < analysis.summary.num_blocks <= MAX_LAYERS:
-        if analysis.scanned:
-            written_out = replace(whole, layers="unrolled")
-            found.append(written_out)
-        elif can_scan and not no_sub_batches(analysis):
-            found.append(replace(whole, layers="scanned"))
-    # A loop's body is a graph of its own.
-    if (options := overlap_options()) and not (analysis.scanned and written_out is whole):
-        found.append(replace(written_out, compiler_options=options))
-    return tuple(found)
-
-
-def as_written(wholes: Sequence[ProgramSpec]) -> tuple[ProgramSpec, ...]:
-    """The programs that run layers as the model writes them, to compare a given split with."""
-    return tuple(spec for spec in wholes if not spec.variant)
 
 
 def searched(
@@ -184,34 +153,35 @@ def best_splits(result: SearchResult) -> tuple[ProgramSpec, ...]:
     return tuple(map(_spec, best))
 
 
-def no_sub_batches(analysis: Analysis) -> str:
-    """Why a batch has no sub-batches whatever they take; empty if it has some."""
-    if analysis.batch.batch_size == 1:
-        return "a batch of one row cannot be split"
-    if analysis.unsplittable:
-        return f"the batch cannot be split: {analysis.unsplittable}"
-    return ""
-
-
 def no_split_reason(result: SearchResult, batch_size: int, room: int) -> str:
     """Why a search found no split."""
     if result.dropped:
         return f"no split is predicted to fit in {room / 1e9:.3g} GB"
+    return too_small(batch_size)
+
+
+def too_small(batch_size: int) -> str:
+    """Why a batch of few rows has no split."""
     return f"a batch of {batch_size} rows is too small to split"
 
 
-def given_split(sizes: tuple[int, ...], batch_size: int) -> Split:
-    """The split that the caller gives.
+def given_split(request: Request, analysis: Analysis) -> Split | None:
+    """The split that the caller gives; None without one.
 
     Raises:
       InputError: Its sizes do not add up to the batch.
+      ModelError: It has several sizes, and the batch cannot be split.
     """
-    split = Split(sizes=sizes)
+    if request.split is None:
+        return None
+    split, batch_size = Split(sizes=request.split), analysis.batch.batch_size
     if split.batch_size != batch_size:
         raise InputError(
             f"optimize(split={split.sizes}): adds up to {split.batch_size}; the example has "
             f"{batch_size} rows; give sizes that add up to them, or leave out split= to search"
         )
+    if len(split.sizes) > 1:
+        analysis.require_split(f"optimize(split={split.sizes})")
     return split
 
 

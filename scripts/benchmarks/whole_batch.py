@@ -18,7 +18,8 @@ from pbjax.runtime.provenance import provenance_here
 from pbjax.text_tables import table_text
 from pbjax.tuning.autotune import Tuned, autotune
 from pbjax.tuning.calls import CallWorkload, StackedWeights
-from pbjax.tuning.shortlist import Shortlist, whole_programs
+from pbjax.tuning.shortlist import Shortlist
+from pbjax.tuning.whole_batch import whole_programs
 
 CASES = ["bert-base:4x128", "conformer-l:4x512", "vit-base:8", "gpt2-xl:1x128"]
 

@@ -203,7 +203,7 @@ def test_batch_auto_chooses_a_batch_and_says_why(folder, sentences, timer, monke
         return Timing(median_s=1e-3 * inputs[0].shape[0] ** 0.5, spread_s=0.0, samples=samples)
 
     monkeypatch.setattr("pbjax.tuning.batch_size.time_function", timed)
-    options = ("--batch", "auto", "--latency-ms", 1.8, "--seq", 6, "--split", 3)
+    options = ("--batch", "auto", "--latency-ms", 1.8, "--seq", 6)
     result = invoke(folder, "--texts", sentences, *options)
     assert result.exit_code == 0, result.output
     assert re.search(r"batch 3: .*latency|batch 3: throughput: it is the best", result.stdout)
@@ -315,6 +315,7 @@ def test_shapes_become_random_values(folder, given):
         (("--batch", 4, "--split", "4,0"), ""),
         (("--split", "1,1,1,1"), ""),
         (("--split", "6,-2"), ""),
+        (("--batch", "auto", "--split", "2,1"), "sizes decide the batch"),
         (("--batch", 0), "--batch 0: not a number of rows"),
         (("--batch", "many"), "--batch many: not a number of rows"),
         (("--latency-ms", 5), "no batch is chosen"),

@@ -328,6 +328,7 @@ def test_a_batch_too_small_to_split_runs_unsplit(batch_size):
     fast = pbjax.optimize(step, x, cache, state=1)
     expected = step(x, cache).cache
     assert fast.plan.decision == "unsplit"
+    assert fast.plan.reason == f"a batch of {batch_size} rows is too small to split"
     assert_same_cache(fast.release(fast(x, fast.hold(cache)).cache), expected)
 
 
@@ -376,6 +377,21 @@ def test_a_gain_is_that_of_each_round(interleaved_s, kept, reason):
     verdict = _decide(shortlist, programs, found)
     assert verdict.kept.spec.name == kept
     assert reason in verdict.reason
+
+
+def test_what_is_only_compared_is_not_kept():
+    """A plan of a step has no word for sub-batches one after the other."""
+    found = [timed((4,), 1.0, 1.0), timed((2, 2), 1.2, 1.2), timed((2, 2), 0.5, 0.5)]
+    sequential = dataclasses.replace(found[2].spec, interleaved=False)
+    program = dataclasses.replace(found[2].program, spec=sequential)
+    found[2] = dataclasses.replace(found[2], program=program)
+    whole, interleaved, _ = (each.spec for each in found)
+    shortlist = Shortlist(
+        batch_size=4, wholes=(whole,), splits=(interleaved,), compared=(sequential,)
+    )
+    verdict = _decide(shortlist, [each.program for each in found], found)
+    assert (verdict.kept.spec, verdict.split.spec) == (whole, interleaved)
+    assert "interleaved 2+2 takes 1,200 ms" in verdict.reason
 
 
 @pytest.mark.parametrize("sizes", [(5,), (3, 2)])

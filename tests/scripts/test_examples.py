@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)  # not ```python no-run
-LONG = {"embedding", "generation", "models", "optimize"}  # with starting, half a minute in all
+LONG = {"embedding", "generation", "kernels_8bit", "models", "optimize"}  # A minute and more.
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

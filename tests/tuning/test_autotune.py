@@ -10,9 +10,11 @@ from pbjax.device import find_device
 from pbjax.planning.memory import predicted_bytes
 from pbjax.program.analysis import analyse
 from pbjax.runtime.compilation import ProgramSpec
+from pbjax.runtime.execution import SubBatchState
 from pbjax.runtime.measured_programs import MeasuredProgram, program_label, programs_section
-from pbjax.tuning import autotune, calls, shortlist
-from pbjax.tuning.shortlist import _rivals, _unrolls, whole_programs
+from pbjax.tuning import autotune, calls, shortlist, whole_batch
+from pbjax.tuning.shortlist import _rivals, _unrolls
+from pbjax.tuning.whole_batch import whole_programs
 from tests.fakes import FakeTimer, fake_measure
 from tests.jobs import check_house_form, check_outputs, run, scan, small
 from tests.networks import NETWORKS
@@ -102,8 +104,21 @@ def test_layers_compete_in_a_loop_and_written_out(timer, monkeypatch, network, v
     check_outputs(again, network, 6)
 
 
+def test_a_wrong_variant_of_the_whole_batch_is_no_fault_of_fusion(timer, monkeypatch):
+    run_stage = SubBatchState._run_stage
+
+    def wrong(self, index, block):
+        run_stage(self, index, block)
+        self.live = {value: x * 1.01 for value, x in self.live.items()}
+
+    monkeypatch.setattr(SubBatchState, "_run_stage", wrong)
+    with pytest.raises(errors.VerificationError, match="unsplit, scanned program") as error:
+        run(NETWORKS["function_loop"](3), 6)
+    assert not isinstance(error.value, errors.FusionError)
+
+
 def test_the_whole_batch_as_one_graph_has_its_layers_written_out(monkeypatch):
-    monkeypatch.setattr(shortlist, "overlap_options", lambda: {"graphs": True})
+    monkeypatch.setattr(whole_batch, "overlap_options", lambda: {"graphs": True})
     variants = [
         [spec.variant for spec in whole_programs(analysed(network))]
         for network in (scan(3), NETWORKS["function_loop"](3), small())

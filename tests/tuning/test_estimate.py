@@ -11,8 +11,8 @@ from pbjax.tuning.estimate import (
     OTHER_CALLS,
     PROBE_S,
     PROBES_PER_OPERATION,
-    PROGRAMS,
     SECONDS_PER_ROOFLINE_SECOND,
+    SPLIT_PROGRAMS,
     Work,
     estimate,
     timing_s,
@@ -75,7 +75,7 @@ def test_what_a_table_has_is_not_counted_again(tmp_path):
     analysis = analysed(6)
     work = work_of(analysis, tmp_path / "none.json")
     assert work.stage_programs == len(work.stage_s) > 0
-    assert work.programs == PROGRAMS
+    assert work.programs == 2 + SPLIT_PROGRAMS  # As written and in one loop.
     assert work.call_s > 0
     size = analysis.batch.batch_size
     from pbjax.planning.profile_grid import paired_runs, single_runs
@@ -92,7 +92,7 @@ def test_what_a_table_has_is_not_counted_again(tmp_path):
     table.save(tmp_path / "table.json")
     known = work_of(analysis, tmp_path / "table.json")
     assert (known.stage_programs, known.stage_s) == (0, ())
-    assert known.programs == PROGRAMS
+    assert known.programs == 2 + SPLIT_PROGRAMS
 
 
 def test_a_plan_and_a_batch_of_one_row_need_no_stages():
