@@ -2,22 +2,29 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from models.errors import ConfigError
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 
 
 class FamilyConfig:
-    """The base of the configurations that are read from a Hugging Face config.json."""
+    """The base of the configurations that are read from a Hugging Face config.json.
+
+    Attributes:
+      schema: The defaults and further names of the file's fields.
+    """
 
     __slots__ = ()
+    schema: ClassVar[Schema]
 
     @classmethod
     def from_hugging_face[C: "FamilyConfig"](
         cls: type[C], fields: Mapping[str, object], origin: str = "config.json"
     ) -> C:
         """Reads the fields of a config.json and warns about unknown ones.
+
+        A field that the file leaves out has the default of Hugging Face's configuration class.
 
         Args:
           fields: The parsed JSON object.
@@ -27,9 +34,10 @@ class FamilyConfig:
           The configuration.
 
         Raises:
-          ConfigError: A field is missing, malformed, or asks for something unsupported.
+          ConfigError: A field is malformed, asks for something unsupported, or is missing and has
+            no default.
         """
-        reader = ConfigFields(fields, origin)
+        reader = ConfigFields(fields, origin, cls.schema)
         config = cls.read(reader)
         reader.warn_unknown()
         return config

@@ -1,12 +1,14 @@
 """Reads the fields of a Hugging Face config.json, each by a rule.
 
-A field is required, or has a default stated by the family, or is on the list of fields that never
-change inference. One warning names all other fields.
+A file may leave out what equals the default of Hugging Face's configuration class, so an absent
+field means that default. A field without one is required. Fields that never change inference are on
+a list; one warning names all others.
 """
 
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from models.errors import CheckpointWarning, ConfigError
@@ -100,29 +102,64 @@ IGNORED = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """What Hugging Face's configuration class of a family says of its fields.
+
+    Attributes:
+      defaults: The value of each field that a file may leave out. The fields of a section, such as
+        encoder_config, are among them.
+      aliases: Further names under which files may give a field.
+    """
+
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def given(self, fields: Mapping[str, object], name: str) -> list[str]:
+        """Returns the names under which a file gives a field; none if it leaves it out."""
+        return [n for n in (name, *self.aliases.get(name, ())) if n in fields]
+
+    def is_absent(self, fields: Mapping[str, object], name: str) -> bool:
+        """Whether a file leaves out a field that has a default."""
+        return name in self.defaults and not self.given(fields, name)
+
+    def value(self, fields: Mapping[str, object], name: str) -> object:
+        """Returns the value of a field, or its default; None without one."""
+        return next((fields[n] for n in self.given(fields, name)), self.defaults.get(name))
+
+
 class ConfigFields:
     """The fields of one config.json, with a record of those that were read."""
 
-    def __init__(self, fields: Mapping[str, object], origin: str = "config.json") -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, object],
+        origin: str = "config.json",
+        schema: Schema | None = None,
+    ) -> None:
         """Takes the fields; raises ConfigError for quantised checkpoints.
 
         Args:
           fields: The parsed JSON object.
           origin: The name of the file, for messages.
+          schema: Defaults and further names; None has neither.
         """
         self._fields = fields
         self._origin = origin
+        self._schema = schema or Schema()
         self._read: set[str] = set()
         self._sections: list[ConfigFields] = []
         self.exactly("quantization_config", (None,), default=None)
 
     def error(self, name: str, found: str, allowed: str, action: str) -> ConfigError:
         """Returns the error for one field."""
+        if self._schema.is_absent(self._fields, name):
+            found = f"absent, which is {found} by Hugging Face's default"
         return ConfigError(f"{self._origin}: {name} is {found}; {allowed}; {action}")
 
-    def count(self, name: str, *aliases: str) -> int:
-        """Returns a required positive whole number; older files may use an alias."""
-        given = [other for other in (name, *aliases) if other in self._fields] or [name]
+    def count(self, name: str) -> int:
+        """Returns a positive whole number, which a file may give by several names."""
+        given = self._schema.given(self._fields, name) or [name]
         values = [self._whole(other, self._required(other)) for other in given]
         for other, value in zip(given, values, strict=True):
             if value != values[0]:
@@ -130,9 +167,9 @@ class ConfigFields:
                 raise self.error(other, str(value), allowed, "make both equal")
         return values[0]
 
-    def divisor(self, name: str, *aliases: str, of: str, size: int) -> int:
-        """Returns a required positive whole number that divides the size of another field."""
-        value = self.count(name, *aliases)
+    def divisor(self, name: str, *, of: str, size: int) -> int:
+        """Returns a positive whole number that divides the size of another field."""
+        value = self.count(name)
         if size % value:
             raise self.error(name, str(value), f"it must divide {of} {size}", "correct it")
         return value
@@ -143,7 +180,7 @@ class ConfigFields:
         return default if value is None else self._whole(name, value)
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Returns a required list of positive whole numbers."""
+        """Returns a list of positive whole numbers."""
         values = self._required(name)
         if not isinstance(values, list | tuple) or not values:
             allowed = "a list of positive whole numbers is needed"
@@ -153,18 +190,23 @@ class ConfigFields:
     def index_or(self, name: str, default: int) -> int:
         """Returns a whole number that is not negative; an absent or null field has the default."""
         value = self._optional(name, None)
-        return default if value is None or value == 0 else self._whole(name, value)
+        value = default if value is None else value
+        return 0 if value == 0 and not isinstance(value, bool) else self._whole(name, value)
 
     def section(self, name: str) -> "ConfigFields | None":
-        """Returns the fields of an inner object; None if it is absent or null."""
+        """Returns the fields of an inner object, of the same schema; None if absent or null."""
         value = self._optional(name, None)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.error(name, repr(value), "an object is needed", "correct it")
-        section = ConfigFields(value, f"{self._origin}: {name}")
+        section = ConfigFields(value, f"{self._origin}: {name}", self._schema)
         self._sections.append(section)
         return section
+
+    def empty(self, name: str) -> "ConfigFields":
+        """Returns an inner object that the file leaves out, every field of which is a default."""
+        return ConfigFields({}, f"{self._origin}: {name}", self._schema)
 
     @property
     def model_type(self) -> object:
@@ -176,24 +218,22 @@ class ConfigFields:
         return self._fields.get(name) is not None
 
     def positive(self, name: str) -> float:
-        """Returns a required positive finite number."""
+        """Returns a positive finite number."""
         value = self._required(name)
         if not _is_finite(value) or value <= 0:
             raise self.error(name, repr(value), "a positive number is needed", "correct it")
         return float(value)
 
-    def pair_or(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
-        """Returns a list of two finite numbers; an absent or null field has the default."""
-        values = self._optional(name, None)
-        if values is None:
-            return default
+    def pair(self, name: str) -> tuple[float, float]:
+        """Returns a list of two finite numbers."""
+        values = self._required(name)
         numeric = isinstance(values, list | tuple) and all(map(_is_finite, values))
         if not numeric or len(values) != 2:
             raise self.error(name, repr(values), "a list of two numbers is needed", "correct it")
         return float(values[0]), float(values[1])
 
     def one_of[T](self, name: str, allowed: Mapping[str, T], default: str | None = None) -> T:
-        """Returns the mapped value of a string field; `default` None makes the field required."""
+        """Returns the mapped value of a string field; `default` None takes that of the schema."""
         value = self._required(name) if default is None else self._optional(name, default)
         if not isinstance(value, str) or value not in allowed:
             names = ", ".join(map(repr, sorted(allowed)))
@@ -214,18 +254,18 @@ class ConfigFields:
         for name in names:
             self.exactly(name, (False,), default=False)
 
-    def flag(self, name: str, *, default: bool) -> bool:
-        """Returns a boolean field; an absent field has the default."""
-        value = self._optional(name, default)
+    def flag(self, name: str) -> bool:
+        """Returns a boolean field."""
+        value = self._required(name)
         if not isinstance(value, bool):
             raise self.error(name, repr(value), "true or false is needed", "correct it")
         return value
 
     def num_labels(self) -> int:
-        """Returns the number of classes of a head: the entries of id2label, or 2 without it."""
+        """Returns the number of classes of a head: the entries of id2label, or num_labels, or 2."""
         value = self._optional("id2label", None)
         if value is None:
-            return 2
+            return self.count_or("num_labels", 2)
         if not isinstance(value, dict) or not value:
             allowed = "an object with one entry for each label is needed"
             raise self.error("id2label", repr(value), allowed, "correct it")
@@ -266,9 +306,11 @@ class ConfigFields:
 
     def _required(self, name: str) -> object:
         self._read.add(name)
-        if name not in self._fields:
-            raise self.error(name, "missing", "it has no safe default", "add it to the file")
-        return self._fields[name]
+        if name in self._fields:
+            return self._fields[name]
+        if name not in self._schema.defaults:
+            raise self.error(name, "missing", "it has no default", "add it to the file")
+        return self._schema.defaults[name]
 
     def _optional(self, name: str, default: object) -> object:
         self._read.add(name)

@@ -6,13 +6,14 @@ them; `models.torch_file` reads nothing but tensors from these. Other formats ar
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from models.errors import CheckpointError
+from models.errors import CheckpointError, CheckpointWarning
 from models.stored_tensors import TensorHeader
 from models.torch_file import read_torch_headers
 
@@ -183,16 +184,23 @@ class _Index:
                     f"{name} holds unmapped {', '.join(extra)}", "every tensor must be mapped"
                 )
             headers |= found
+        self._compare(headers, total_size)
+        return headers
+
+    def _compare(self, headers: Mapping[str, TensorHeader], total_size: object) -> None:
+        """Warns if the index says another sum of bytes; many tools write one, or none.
+
+        The tensors decide: each file's own header says where they lie, and has been checked.
+        """
         # PyTorch stores what is tied once; its index counts it once, or with every name.
         once = {(h.file, h.start): h.num_bytes for h in headers.values()}
         sizes = sum(once.values()), sum(header.num_bytes for header in headers.values())
-        if total_size not in sizes:
-            raise self._error(
-                f"tensors have {sizes[0]} bytes, total_size is {total_size}", "both must agree"
-            )
-        return headers
+        if total_size is not None and total_size not in sizes:
+            place = self._folder / self._form.index
+            message = f"{place}: total_size is {total_size!r}; the tensors have {sizes[0]} bytes"
+            warnings.warn(f"{message}, which are read", CheckpointWarning, stacklevel=2)
 
-    def _read(self) -> tuple[dict[str, str], int]:
+    def _read(self) -> tuple[dict[str, str], object]:
         index = read_json(self._folder / self._form.index)
         weight_map, metadata = index.get("weight_map"), index.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -200,10 +208,7 @@ class _Index:
         for key, name in weight_map.items():
             if not isinstance(name, str) or not self._is_bare(name):
                 raise self._error(f"{key} maps to {name!r}", "file names have no folder part")
-        total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if not isinstance(total_size, int):
-            raise self._error("metadata.total_size is absent", "it must be a number")
-        return weight_map, total_size
+        return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 
     def _is_bare(self, name: str) -> bool:
         bare = not set(name) & set("/\\\0") and name[:1] != "."

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Shaped
 
+from models.hf_config import Schema
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
@@ -89,6 +91,7 @@ class Family[C, M: nnx.Module]:
     Attributes:
       model_type: The name in config.json.
       config: The configuration class.
+      schema: Defaults and further names of the fields of config.json.
       parse: Reads (fields of config.json, origin) into a configuration.
       complete: Adds what only the tensors show: (configuration, fields, keys) to configuration.
       build: Builds the module from (configuration, parameter dtype).
@@ -99,7 +102,6 @@ class Family[C, M: nnx.Module]:
       base: The first parts of the keys that belong to the base model.
       dropped: Further tensors that a file may hold.
       ties: Dropped tensors that must equal another tensor.
-      tied_by_default: The meaning of an absent tie_word_embeddings.
       token_mask: Returns the mask of real tokens from (configuration, inputs); None = all.
       example: Returns fixed inputs of a forward pass.
       probe: Returns named intermediate and final values of a forward pass on such inputs.
@@ -107,6 +109,7 @@ class Family[C, M: nnx.Module]:
 
     model_type: str
     config: type[C]
+    schema: Schema
     parse: Callable[[Mapping[str, object], str], C]
     complete: Callable[[C, Mapping[str, object], frozenset[str]], C]
     build: Callable[[C, str], M]
@@ -119,7 +122,6 @@ class Family[C, M: nnx.Module]:
     ties: tuple[Tie, ...]
     example: Callable[[C], dict[str, np.ndarray]]
     probe: Callable[[M, Mapping[str, Array | np.ndarray]], dict[str, Array]]
-    tied_by_default: bool = True
     token_mask: Callable[[C, Mapping[str, np.ndarray]], np.ndarray | None] = attention_mask
 
     def field_names(self) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from models.errors import KeyMismatchError
+from models.hf_config import Schema
 from models.keymap import Family, Leaf, abstract_parameters, count_parameters
 from models.stored_tensors import DTYPES, TensorHeader, map_tensor
 
@@ -31,6 +32,7 @@ class KeyReport:
       num_parameters: The number of values read.
       num_expected: The number of values in the model.
       faults: Further faults of shapes and dtypes, one sentence each.
+      absent: Sizes that config.json leaves out, with the default of each.
     """
 
     description: str
@@ -43,6 +45,7 @@ class KeyReport:
     num_parameters: int
     num_expected: int
     faults: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -61,6 +64,7 @@ class KeyReport:
             *(f"missing     {key}" for key in self.missing),
             *(f"unexpected  {key}" for key in self.unexpected),
             *(f"fault       {fault}" for fault in self.faults),
+            *(f"absent      {size}" for size in self.absent if not self.is_exact),
         ]
 
 
@@ -106,11 +110,13 @@ def match[C, M: nnx.Module](
     config = family.parse(fields, f"{origin}/config.json")
     current = _current_keys(family, headers, origin)
     config = family.complete(config, fields, frozenset(current))
+    sizes = _Sizes(family.schema, fields)
     if (num_layers := family.num_layers(config)) > len(current):
         # Building so many layers only to list their tensors could take hours.
         raise KeyMismatchError(
             f"{origin}: {len(current)} tensors for {num_layers} layers; every layer has"
             " several; config.json and the weights belong to different models, fetch both again"
+            + "".join(f"\nabsent      {size}" for size in sizes.absent())
         )
     shapes = abstract_parameters(nnx.eval_shape(lambda: family.build(config, "float32")))
     leaves = {leaf.key: leaf for leaf in family.leaves(config)}
@@ -119,7 +125,7 @@ def match[C, M: nnx.Module](
     tied, tie_faults = _check_ties(family, fields, spare, current)
     labels = {key: _label(family, key) for key in sorted(set(spare) - set(tied))}
     sources = [Source(header=current[k], leaf=leaf) for k, leaf in leaves.items() if k in current]
-    faults = [fault for source in sources for fault in _shape_faults(source, shapes, fields)]
+    faults = [fault for source in sources for fault in _shape_faults(source, shapes, sizes)]
     faults += [
         fault for key, header in current.items() for fault in _dtype_faults(header, key in leaves)
     ]
@@ -138,6 +144,7 @@ def match[C, M: nnx.Module](
             {leaf.path: shapes[leaf.path] for leaf in leaves.values() if not leaf.statistic}
         ),
         faults=tuple(sorted(faults) + tie_faults),
+        absent=sizes.absent(),
     )
     if not report.is_exact:
         raise KeyMismatchError(
@@ -195,7 +202,7 @@ def _check_ties(
     current: Mapping[str, TensorHeader],
 ) -> tuple[list[str], list[str]]:
     """Returns the tied keys, and the faults of those that differ from their counterpart."""
-    if not fields.get("tie_word_embeddings", family.tied_by_default):
+    if not family.schema.value(fields, "tie_word_embeddings"):
         return [], []
     present = [tie for tie in family.ties if tie.key in spare and tie.equals in current]
     faults = [
@@ -221,7 +228,7 @@ def _label(family: Family, key: str) -> str | None:
 
 
 def _shape_faults(
-    source: Source, shapes: Mapping[str, tuple[int, ...]], fields: Mapping[str, object]
+    source: Source, shapes: Mapping[str, tuple[int, ...]], sizes: "_Sizes"
 ) -> list[str]:
     header, leaf = source.header, source.leaf
     wanted = leaf.stored_shape(shapes[leaf.path])
@@ -229,16 +236,39 @@ def _shape_faults(
         return []
     pairs = zip(leaf.axes, header.shape, wanted, strict=False)
     names = dict.fromkeys(name for name, got, want in pairs if got != want) or leaf.axes
-    blamed = ", ".join(f"{name} {_size(fields, name)}" for name in names)
+    blamed = ", ".join(f"{name} {sizes.of(name)}" for name in names)
     return [f"{header.key} has shape {list(header.shape)}, wanted {list(wanted)} by {blamed}"]
 
 
-def _size(fields: Mapping[str, object], name: str) -> object:
-    """Returns the value of a field, which may be in a section, or the number of its entries."""
-    section, _, inner = name.rpartition(".")
-    within = fields.get(section)
-    field = within.get(inner) if isinstance(within, dict) else fields.get(inner)
-    return len(field) if isinstance(field, dict) else field
+class _Sizes:
+    """The sizes that a config.json gives or leaves out, in the words of messages."""
+
+    def __init__(self, schema: Schema, fields: Mapping[str, object]) -> None:
+        self._schema = schema
+        # The fields of a section, such as encoder_config, have names of their own.
+        inner = fields.get("encoder_config")
+        self._fields = {**fields, **inner} if isinstance(inner, dict) else fields
+
+    def of(self, name: str) -> str:
+        """Returns the value of a field, which may be in a section, or the number of its entries."""
+        inner = name.rpartition(".")[2]
+        value = self._schema.value(self._fields, inner)
+        if not self._schema.given(self._fields, inner):
+            return "(absent)" if value is None else f"{value} (absent, Hugging Face's default)"
+        return f"{len(value) if isinstance(value, dict) else value}"
+
+    def absent(self) -> tuple[str, ...]:
+        """Returns every size that is left out, with its default."""
+        defaults = {
+            name: value
+            for name, value in self._schema.defaults.items()
+            if not self._schema.given(self._fields, name)
+        }
+        return tuple(
+            f"{name} is not in config.json and {value} by Hugging Face's default; add what fits"
+            for name, value in defaults.items()
+            if isinstance(value, int | list) and not isinstance(value, bool)
+        )
 
 
 def _dtype_faults(header: TensorHeader, is_needed: bool) -> list[str]:

@@ -81,13 +81,13 @@ def read_rotary(reader: ConfigFields) -> Rotary:
       ConfigError: A field is missing, malformed or unsupported, or the two forms differ.
     """
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
-    if new is None:
-        return _scaled(reader.positive("rope_theta"), old)
-    rotary = _scaled(new.positive("rope_theta"), new)
     reader.ignore("rope_theta")
-    if reader.has("rope_theta") and reader.positive("rope_theta") != rotary.theta:
+    given = [part for part in (new, reader) if part is not None and part.has("rope_theta")]
+    thetas = [part.positive("rope_theta") for part in given or [reader]]
+    if thetas[0] != thetas[-1]:
         raise reader.error("rope_theta", "not that of rope_parameters", "one is meant", "remove it")
-    if old is not None and _scaled(rotary.theta, old) != rotary:
+    rotary = _scaled(thetas[0], old if new is None else new)
+    if old is not None and _scaled(thetas[0], old) != rotary:
         found = "not that of rope_parameters"
         raise reader.error("rope_scaling", found, "one is meant", "remove it")
     return rotary

@@ -59,7 +59,7 @@ def _complete(config: BertConfig, fields: Mapping[str, object], keys: frozenset[
         for part, name in (("pooler", POOLER), (HEAD, MASKED_LM))
     )
     # A head with an embedding of its own is not supported.
-    is_tied = bool(fields.get("tie_word_embeddings", True))
+    is_tied = bool(BertConfig.schema.value(fields, "tie_word_embeddings"))
     return replace(config, pooler=pooler, masked_lm=masked_lm and is_tied)
 
 
@@ -89,6 +89,7 @@ def _probe(model: BertModel, inputs: Mapping[str, Array | np.ndarray]) -> dict[s
 FAMILY = Family(
     model_type="bert",
     config=BertConfig,
+    schema=BertConfig.schema,
     parse=BertConfig.from_hugging_face,
     complete=_complete,
     build=lambda config, dtype: BertModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

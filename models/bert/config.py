@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.family_config import FamilyConfig, check_choice, check_heads, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.layers import ACTIVATIONS, HUGGING_FACE_ACTIVATIONS
 
 # The classes that may have saved a file, and those whose files always hold a head.
@@ -19,6 +19,20 @@ ARCHITECTURES: dict[str, frozenset[str]] = {
     "BertForSequenceClassification": frozenset({POOLER}),
     "BertForMultipleChoice": frozenset({POOLER}),
 }
+SCHEMA = Schema(
+    defaults={
+        "hidden_act": "gelu",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "tie_word_embeddings": True,
+        "type_vocab_size": 2,
+        "vocab_size": 30522,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,8 @@ class BertConfig(FamilyConfig):
       pooler: Whether there is a pooler on the first token.
       masked_lm: Whether there is a head that predicts masked tokens.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int

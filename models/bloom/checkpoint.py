@@ -36,6 +36,7 @@ def key_map(config: BloomConfig) -> tuple[Leaf, ...]:
 FAMILY = Family(
     model_type="bloom",
     config=BloomConfig,
+    schema=BloomConfig.schema,
     parse=BloomConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: BloomModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from models.family_config import FamilyConfig, check_heads, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"BloomForCausalLM": True, "BloomModel": False}
@@ -12,6 +12,21 @@ WITHOUT_EFFECT = """
     attention_softmax_in_fp32 bias_dropout_fusion is_decoder masked_softmax_fusion offset_alibi
     seq_length skip_bias_add skip_bias_add_qkv slow_but_exact
 """
+SCHEMA = Schema(
+    defaults={
+        "hidden_size": 64,
+        "layer_norm_epsilon": 1e-5,
+        "n_head": 8,
+        "n_layer": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": 250880,
+    },
+    aliases={
+        "hidden_size": ("n_embed",),
+        "n_head": ("num_attention_heads",),
+        "n_layer": ("num_hidden_layers",),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +42,8 @@ class BloomConfig(FamilyConfig):
       lm_head: Whether there is a language model head.
       tie_embeddings: Whether the head is the word embedding.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int
@@ -76,15 +93,15 @@ class BloomConfig(FamilyConfig):
         if reader.count_or("pretraining_tp", 1) > 1:
             reader.refuse("slow_but_exact")
         reader.ignore(*WITHOUT_EFFECT.split())
-        width = reader.count("hidden_size", "n_embed")
-        heads = reader.divisor("n_head", "num_attention_heads", of="the width", size=width)
+        width = reader.count("hidden_size")
+        heads = reader.divisor("n_head", of="the width", size=width)
         reader.exactly("n_inner", (None, 4 * width), default=None)
         return cls(
-            num_layers=reader.count("n_layer", "num_hidden_layers"),
+            num_layers=reader.count("n_layer"),
             embed_dim=width,
             num_heads=heads,
             vocab_size=reader.count("vocab_size"),
             norm_eps=reader.positive("layer_norm_epsilon"),
             lm_head=head,
-            tie_embeddings=reader.flag("tie_word_embeddings", default=True),
+            tie_embeddings=reader.flag("tie_word_embeddings"),
         )

@@ -108,6 +108,6 @@ def read_ctc(
     reader.architecture((with_head,), with_head)
     encoder = reader.section("encoder_config")
     if encoder is None:
-        raise reader.error("encoder_config", "missing", "an object is needed", "add it")
+        encoder = reader.empty("encoder_config")
     encoder.ignore(*ignored.split())
     return encoder, reader.count("vocab_size"), reader.index_or("pad_token_id", default_blank)

@@ -40,6 +40,7 @@ def key_map(config: GPT2Config) -> tuple[Leaf, ...]:
 FAMILY = Family(
     model_type="gpt2",
     config=GPT2Config,
+    schema=GPT2Config.schema,
     parse=GPT2Config.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: GPT2Model(config, dtype=dtype, rngs=nnx.Rngs(0)),

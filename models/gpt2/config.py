@@ -4,11 +4,29 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.family_config import FamilyConfig, check_choice, check_heads, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.layers import ACTIVATIONS, HUGGING_FACE_ACTIVATIONS
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"GPT2LMHeadModel": True, "GPT2Model": False}
+SCHEMA = Schema(
+    defaults={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": 50257,
+    },
+    aliases={
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_attention_heads",),
+        "n_layer": ("num_hidden_layers",),
+        "n_positions": ("max_position_embeddings", "n_ctx"),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +45,8 @@ class GPT2Config(FamilyConfig):
       lm_head: Whether there is a language model head.
       tie_embeddings: Whether the head is the word embedding.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int
@@ -89,9 +109,9 @@ class GPT2Config(FamilyConfig):
             mlp_dim=reader.count_or("n_inner", 4 * width),
             num_heads=reader.divisor("n_head", of="n_embd", size=width),
             vocab_size=reader.count("vocab_size"),
-            max_seq_len=reader.count("n_positions", "n_ctx"),
+            max_seq_len=reader.count("n_positions"),
             norm_eps=reader.positive("layer_norm_epsilon"),
-            activation=reader.one_of("activation_function", HUGGING_FACE_ACTIVATIONS, "gelu_new"),
+            activation=reader.one_of("activation_function", HUGGING_FACE_ACTIVATIONS),
             lm_head=head,
-            tie_embeddings=reader.flag("tie_word_embeddings", default=True),
+            tie_embeddings=reader.flag("tie_word_embeddings"),
         )

@@ -102,6 +102,7 @@ def _token_mask(config: LasrConfig, inputs: Mapping[str, np.ndarray]) -> np.ndar
 FAMILY = Family(
     model_type="lasr_ctc",
     config=LasrConfig,
+    schema=LasrConfig.schema,
     parse=LasrConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: LasrModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

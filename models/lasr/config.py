@@ -7,7 +7,7 @@ from jaxtyping import Array
 from models.conformer.config import CTC_FIELDS, HUGGING_FACE_ACTIVATIONS, read_ctc
 from models.errors import ConfigError
 from models.family_config import FamilyConfig, check_choice, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.layers import ACTIVATIONS, Activation
 from models.rotary import Rotary, read_rotary
 
@@ -18,6 +18,27 @@ WITHOUT_EFFECT = """
     activation_dropout batch_norm_momentum ctc_loss_reduction ctc_zero_infinity dropout
     dropout_positions layerdrop max_position_embeddings
 """
+SCHEMA = Schema(
+    defaults={
+        "attention_bias": False,
+        "conv_kernel_size": 32,
+        "conv_residual_weights": [2.0, 1.0],
+        "convolution_bias": False,
+        "feed_forward_residual_weights": [1.5, 0.5],
+        "hidden_act": "silu",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "layer_norm_eps": 1e-6,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 17,
+        "num_mel_bins": 128,
+        "rope_theta": 10000.0,
+        "subsampling_conv_channels": 256,
+        "subsampling_conv_kernel_size": 5,
+        "subsampling_conv_stride": 2,
+        "vocab_size": 512,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +66,8 @@ class LasrConfig(FamilyConfig):
       vocab_size: Entries of the CTC head; 0 for a model without one.
       blank_id: The entry of CTC's blank.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int
@@ -116,12 +139,12 @@ class LasrConfig(FamilyConfig):
             num_channels=encoder.count("subsampling_conv_channels"),
             subsampling_kernel=encoder.count("subsampling_conv_kernel_size"),
             subsampling_stride=encoder.count("subsampling_conv_stride"),
-            mlp_residual=encoder.pair_or("feed_forward_residual_weights", (1.5, 0.5)),
-            convolution_residual=encoder.pair_or("conv_residual_weights", (2.0, 1.0)),
+            mlp_residual=encoder.pair("feed_forward_residual_weights"),
+            convolution_residual=encoder.pair("conv_residual_weights"),
             rotary_base=rotary.theta,
             activation=encoder.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
-            bias=encoder.flag("attention_bias", default=False),
-            convolution_bias=encoder.flag("convolution_bias", default=False),
+            bias=encoder.flag("attention_bias"),
+            convolution_bias=encoder.flag("convolution_bias"),
             vocab_size=vocab_size,
             blank_id=blank_id,
         )

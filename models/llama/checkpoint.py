@@ -58,6 +58,7 @@ def _describe(config: LlamaConfig) -> str:
 FAMILY = Family(
     model_type="llama",
     config=LlamaConfig,
+    schema=LlamaConfig.schema,
     parse=LlamaConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: LlamaModel(config, dtype=dtype, rngs=nnx.Rngs(0)),
@@ -68,7 +69,6 @@ FAMILY = Family(
     base=("embed_tokens", "layers", "norm"),
     dropped=(Dropped(label="rotary frequencies", pattern=r"(.+\.)?rotary_emb\.inv_freq"),),
     ties=(Tie(key="lm_head.weight", equals="embed_tokens.weight"),),
-    tied_by_default=False,
     example=lambda config: positioned_example(config.vocab_size, config.max_seq_len),
     probe=probe,
 )

@@ -4,11 +4,24 @@ from dataclasses import dataclass, replace
 
 from models.errors import ConfigError
 from models.family_config import FamilyConfig, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.rotary import Rotary, read_rotary
 
 # For each class that may have saved the file: whether it has a language model head.
 ARCHITECTURES = {"LlamaForCausalLM": True, "LlamaModel": False}
+SCHEMA = Schema(
+    defaults={
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +46,8 @@ class LlamaConfig(FamilyConfig):
       lm_head: Whether there is a language model head.
       tie_embeddings: Whether the head is the word embedding.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int
@@ -151,7 +166,7 @@ class LlamaConfig(FamilyConfig):
             max_seq_len=reader.count("max_position_embeddings"),
             norm_eps=reader.positive("rms_norm_eps"),
             lm_head=head,
-            tie_embeddings=reader.flag("tie_word_embeddings", default=False),
+            tie_embeddings=reader.flag("tie_word_embeddings"),
             rope_theta=rotary.theta,
             rope_factor=rotary.factor,
             rope_low=rotary.low,

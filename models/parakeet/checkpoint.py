@@ -119,6 +119,7 @@ def _token_mask(config: ParakeetConfig, inputs: Mapping[str, np.ndarray]) -> np.
 FAMILY = Family(
     model_type="parakeet_ctc",
     config=ParakeetConfig,
+    schema=ParakeetConfig.schema,
     parse=ParakeetConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: ParakeetModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

@@ -7,12 +7,32 @@ from jaxtyping import Array
 from models.conformer.config import HUGGING_FACE_ACTIVATIONS, ConformerConfig, read_ctc
 from models.errors import ConfigError
 from models.family_config import FamilyConfig
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 
 ARCHITECTURES = ("ParakeetForCTC", "ParakeetEncoder")
 WITHOUT_EFFECT = """
     activation_dropout ctc_loss_reduction ctc_zero_infinity dropout dropout_positions layerdrop
 """
+SCHEMA = Schema(
+    defaults={
+        "attention_bias": True,
+        "conv_kernel_size": 9,
+        "convolution_bias": True,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 5000,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_mel_bins": 80,
+        "scale_input": True,
+        "subsampling_conv_channels": 256,
+        "subsampling_conv_kernel_size": 3,
+        "subsampling_conv_stride": 2,
+        "subsampling_factor": 8,
+        "vocab_size": 1025,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +50,8 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
       vocab_size: Entries of the CTC head; 0 for a model without one.
       blank_id: The entry of CTC's blank.
     """
+
+    schema = SCHEMA
 
     num_mels: int
     num_convolutions: int
@@ -101,8 +123,8 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
             kernel_size=encoder.count("conv_kernel_size"),
             positions="relative",
             activation=encoder.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
-            bias=encoder.flag("attention_bias", default=True),
-            convolution_bias=encoder.flag("convolution_bias", default=True),
+            bias=encoder.flag("attention_bias"),
+            convolution_bias=encoder.flag("convolution_bias"),
             masks_convolution=True,
             final_norm=False,
             num_mels=encoder.count("num_mel_bins"),
@@ -111,7 +133,7 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
             subsampling_kernel=encoder.count("subsampling_conv_kernel_size"),
             subsampling_stride=encoder.count("subsampling_conv_stride"),
             max_seq_len=encoder.count("max_position_embeddings"),
-            scale_input=encoder.flag("scale_input", default=True),
+            scale_input=encoder.flag("scale_input"),
             vocab_size=vocab_size,
             blank_id=blank_id,
         )

@@ -83,6 +83,7 @@ def _example(config: ViTConfig) -> dict[str, np.ndarray]:
 FAMILY = Family(
     model_type="vit",
     config=ViTConfig,
+    schema=ViTConfig.schema,
     parse=ViTConfig.from_hugging_face,
     complete=_complete,
     build=lambda config, dtype: ViTModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

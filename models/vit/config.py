@@ -5,11 +5,25 @@ from typing import Literal
 
 from models.errors import ConfigError
 from models.family_config import FamilyConfig, check_choice, check_heads, check_positive
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.layers import ACTIVATIONS, HUGGING_FACE_ACTIVATIONS
 
 CLASSIFIER, FEATURES = "ViTForImageClassification", "ViTModel"
 ARCHITECTURES = (CLASSIFIER, FEATURES)
+SCHEMA = Schema(
+    defaults={
+        "hidden_act": "gelu",
+        "hidden_size": 768,
+        "image_size": 224,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "num_hidden_layers": 12,
+        "patch_size": 16,
+        "qkv_bias": True,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +44,8 @@ class ViTConfig(FamilyConfig):
       activation: GELU in its exact form, "gelu", or its tanh approximation, "gelu_tanh".
       pooler: Whether there is a pooler on the first token.
     """
+
+    schema = SCHEMA
 
     num_layers: int
     embed_dim: int
@@ -98,6 +114,6 @@ class ViTConfig(FamilyConfig):
             num_channels=reader.count("num_channels"),
             norm_eps=reader.positive("layer_norm_eps"),
             num_labels=reader.num_labels() if architecture == CLASSIFIER else 0,
-            qkv_bias=reader.flag("qkv_bias", default=True),
+            qkv_bias=reader.flag("qkv_bias"),
             activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
         )

@@ -65,6 +65,7 @@ def _token_mask(
 FAMILY = Family(
     model_type="wav2vec2-conformer",
     config=Wav2Vec2ConformerConfig,
+    schema=Wav2Vec2ConformerConfig.schema,
     parse=Wav2Vec2ConformerConfig.from_hugging_face,
     complete=lambda config, fields, keys: config,
     build=lambda config, dtype: Wav2Vec2ConformerModel(config, dtype=dtype, rngs=nnx.Rngs(0)),

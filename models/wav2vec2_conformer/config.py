@@ -8,7 +8,7 @@ from jaxtyping import Array
 from models.conformer.config import HUGGING_FACE_ACTIVATIONS, ConformerConfig
 from models.errors import ConfigError
 from models.family_config import FamilyConfig, check_choice
-from models.hf_config import ConfigFields
+from models.hf_config import ConfigFields, Schema
 from models.layers import ACTIVATIONS, Activation
 
 CTC, FEATURES = "Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerModel"
@@ -26,6 +26,26 @@ WITHOUT_EFFECT = """
     num_conv_pos_embedding_groups num_conv_pos_embeddings num_feat_extract_layers num_negatives
     output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel xvector_output_dim
 """
+# The entries of a CTC head have no default: a file with one names them.
+SCHEMA = Schema(
+    defaults={
+        "conv_bias": False,
+        "conv_depthwise_kernel_size": 31,
+        "conv_dim": [512] * 7,
+        "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+        "conv_stride": [5, 2, 2, 2, 2, 2, 2],
+        "feat_extract_activation": "gelu",
+        "feat_extract_norm": "group",
+        "hidden_act": "gelu",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-5,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "position_embeddings_type": "relative",
+        "rotary_embedding_base": 10000,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +63,8 @@ class Wav2Vec2ConformerConfig(ConformerConfig, FamilyConfig):
       vocab_size: Entries of the CTC head; 0 for a model without one.
       blank_id: The entry of CTC's blank.
     """
+
+    schema = SCHEMA
 
     conv_dims: tuple[int, ...]
     conv_kernels: tuple[int, ...]
@@ -113,23 +135,17 @@ class Wav2Vec2ConformerConfig(ConformerConfig, FamilyConfig):
             num_heads=reader.count("num_attention_heads"),
             kernel_size=kernel_size,
             positions=reader.one_of(
-                "position_embeddings_type",
-                {"relative": "relative", "rotary": "rotary"},
-                default="relative",
+                "position_embeddings_type", {"relative": "relative", "rotary": "rotary"}
             ),
             norm_eps=reader.positive("layer_norm_eps"),
-            rotary_base=float(reader.count_or("rotary_embedding_base", 10000)),
+            rotary_base=float(reader.count("rotary_embedding_base")),
             activation=reader.one_of("hidden_act", HUGGING_FACE_ACTIVATIONS),
             conv_dims=reader.counts("conv_dim"),
             conv_kernels=reader.counts("conv_kernel"),
             conv_strides=reader.counts("conv_stride"),
-            conv_bias=reader.flag("conv_bias", default=False),
-            conv_norm=reader.one_of(
-                "feat_extract_norm", {"layer": "layer", "group": "group"}, default="group"
-            ),
-            conv_activation=reader.one_of(
-                "feat_extract_activation", HUGGING_FACE_ACTIVATIONS, default="gelu"
-            ),
+            conv_bias=reader.flag("conv_bias"),
+            conv_norm=reader.one_of("feat_extract_norm", {"layer": "layer", "group": "group"}),
+            conv_activation=reader.one_of("feat_extract_activation", HUGGING_FACE_ACTIVATIONS),
             vocab_size=reader.count("vocab_size") if architecture == CTC else 0,
             blank_id=reader.index_or("pad_token_id", 0),
         )

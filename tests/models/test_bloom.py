@@ -210,14 +210,6 @@ def test_alias_that_differs_is_refused(alias, value, name):
 
 
 @pytest.mark.parametrize(
-    "field", ["hidden_size", "n_layer", "n_head", "vocab_size", "layer_norm_epsilon"]
-)
-def test_absent_size_is_refused_by_name(field):
-    with pytest.raises(models.ConfigError, match=f"{field} is missing"):
-        parse(**{field: ...})
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("apply_residual_connection_post_layernorm", True),

@@ -222,14 +222,6 @@ def test_fields_of_the_first_files_are_understood():
 
 
 @pytest.mark.parametrize(
-    "field", ["n_embd", "n_layer", "n_head", "n_positions", "vocab_size", "layer_norm_epsilon"]
-)
-def test_absent_size_is_refused_by_name(field):
-    with pytest.raises(models.ConfigError, match=f"{field} is missing"):
-        models.GPT2Config.from_hugging_face(fields_of("gpt2", **{field: ...}))
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("scale_attn_weights", False),

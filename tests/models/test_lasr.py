@@ -230,8 +230,6 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
         ({"num_key_value_heads": 3}, "encoder_config: num_key_value_heads is 3"),
         ({"head_dim": 8}, "head_dim is 8"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"num_mel_bins": ...}, "num_mel_bins is missing"),
-        ({"layer_norm_eps": ...}, "layer_norm_eps is missing"),
         ({"attention_bias": 1}, "attention_bias is 1; true or false"),
         ({"feed_forward_residual_weights": [1.5]}, "feed_forward_residual_weights is .* two"),
         ({"conv_residual_weights": [1.0, True]}, "conv_residual_weights is .* two numbers"),
@@ -264,7 +262,6 @@ def test_unsupported_field_of_the_encoder_is_refused_by_name(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder_config": ...}, "encoder_config is missing"),
         ({"encoder_config": []}, r"encoder_config is \[\]; an object"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"architectures": ["LasrForTDT"]}, "LasrForTDT"),

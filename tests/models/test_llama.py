@@ -241,24 +241,6 @@ def test_absent_head_size_is_the_share_of_the_width(value):
 
 
 @pytest.mark.parametrize(
-    "field",
-    [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-    ],
-)
-def test_absent_size_is_refused_by_name(field):
-    with pytest.raises(models.ConfigError, match=f"{field} is missing"):
-        parse(**{field: ...})
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("attention_bias", True),

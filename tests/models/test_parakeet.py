@@ -216,7 +216,6 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"scale_input": 1}, "scale_input is 1; true or false"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"num_mel_bins": ...}, "num_mel_bins is missing"),
     ],
 )
 def test_unsupported_field_of_the_encoder_is_refused_by_name(change, message):
@@ -228,7 +227,6 @@ def test_unsupported_field_of_the_encoder_is_refused_by_name(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder_config": ...}, "encoder_config is missing"),
         ({"encoder_config": []}, r"encoder_config is \[\]; an object"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"architectures": ["ParakeetForTDT"]}, "ParakeetForTDT"),

@@ -156,7 +156,6 @@ def test_both_versions_that_differ_are_refused(old, name):
     ("fields", "message"),
     [
         ({}, "rope_theta is missing"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: rope_theta is missing"),
         ({"rope_theta": 0.0}, "rope_theta is 0.0"),
         ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; an object is needed"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type is 'yarn'"),

@@ -271,14 +271,6 @@ def test_unsupported_field_is_refused_by_name(change, message):
         models.ViTConfig.from_hugging_face(fields)
 
 
-@pytest.mark.parametrize("name", ["image_size", "patch_size", "num_channels", "layer_norm_eps"])
-def test_missing_size_is_refused(name):
-    fields = fields_of("vit")
-    del fields[name]
-    with pytest.raises(models.ConfigError, match=f"{name} is missing"):
-        models.ViTConfig.from_hugging_face(fields)
-
-
 # Folders
 
 
