@@ -27,6 +27,8 @@ PREPROCESSORS = (
     ("preprocessor_config.json", ()),
     ("processor_config.json", ("feature_extractor", "image_processor")),
 )
+# What Hugging Face's configuration classes say of a config.json without eos_token_id.
+DEFAULT_STOP_TOKENS = {"bloom": 2, "gpt2": 50256, "llama": 2}
 COPIED = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -51,7 +53,8 @@ def load_stop_tokens(folder: str | Path) -> tuple[int, ...]:
       folder: A Hugging Face folder or one of `convert`.
 
     Returns:
-      The tokens, for `pbjax.generate(stop_tokens=)`; empty if the files name none.
+      The tokens, for `pbjax.generate(stop_tokens=)`; the default of Hugging Face's configuration
+      class if config.json leaves the field out, and none if it is null.
 
     Raises:
       CheckpointError: A file is corrupt or the field is no token.
@@ -61,7 +64,7 @@ def load_stop_tokens(folder: str | Path) -> tuple[int, ...]:
     fields = read_json(file) if file.is_file() else {}
     if fields.get("eos_token_id") is None:
         file, fields = _config(path)
-    value = fields.get("eos_token_id")
+    value = fields.get("eos_token_id", DEFAULT_STOP_TOKENS.get(str(fields.get("model_type"))))
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise CheckpointError(

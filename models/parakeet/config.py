@@ -45,7 +45,8 @@ class ParakeetConfig(ConformerConfig, FamilyConfig):
       num_channels: Channels of each convolution.
       subsampling_kernel: Frames and bins in the window of each convolution.
       subsampling_stride: Frames, and bins, between neighbouring windows.
-      max_seq_len: The most frames after the convolutions.
+      max_seq_len: The frames after the convolutions that the model was made for; positions are
+        differences, computed for any length, so that more are no error.
       scale_input: Whether the output of the convolutions is scaled by the root of embed_dim.
       vocab_size: Entries of the CTC head; 0 for a model without one.
       blank_id: The entry of CTC's blank.

@@ -114,7 +114,7 @@ class ParakeetModel(nnx.Module):
           nothing.
 
         Raises:
-          InputError: A shape is wrong or there are too many frames.
+          InputError: A shape is wrong.
         """
         last = self.hidden_states(input_features, attention_mask)[-1]
         if self.head is None:
@@ -163,11 +163,6 @@ def check_mels(
         raise InputError(
             f"ParakeetModel(input_features): shape is {shape}; [batch, frames, {config.num_mels}]"
             f" is needed; give at least one frame of {config.num_mels} bins"
-        )
-    if (frames := count_frames(config, shape[1])) > config.max_seq_len:
-        raise InputError(
-            f"ParakeetModel(input_features): {shape[1]} frames make {frames};"
-            f" {config.max_seq_len} are possible; cut the audio"
         )
     if mask is not None and mask != shape[:2]:
         raise InputError(

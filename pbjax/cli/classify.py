@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.cli.exits import FileByFile
 from pbjax.cli.model_folder import Shape, find_folder, load, run, trace
 from pbjax.cli.options import Folder, Json, StoredDtype, path_argument
+from pbjax.errors import FileError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,20 +34,32 @@ def classify(
     settings, labels = models.load_preprocessor(model), models.load_labels(model)
     from pbjax.inference.images import read_image
 
-    channels = shape.config.num_channels
-    pixels = [read_image(p, settings, num_channels=channels, name=str(model)) for p in image]
+    channels, each, pixels = shape.config.num_channels, FileByFile(), []
+    for path in image:
+        with each.file(path, FileError):
+            one = read_image(path, settings, num_channels=channels, name=str(model))
+            pixels.append((path, one))
+    if not pixels:
+        each.finish()
     import numpy as np
 
-    batch = np.concatenate(pixels)
+    batch = np.concatenate([one for _, one in pixels])
     trace(shape.module, batch)
     scores = run(load(model, dtype), batch).logits
     ranked = [_best_classes(row, labels, top) for row in np.asarray(scores, np.float64)]
+    found = [(path, rows) for (path, _), rows in zip(pixels, ranked, strict=True)]
     if as_json:
-        found = zip(image, ranked, strict=True)
-        print(json.dumps({"images": [{"file": str(p), "classes": rows} for p, rows in found]}))
-        return
-    for path, rows in zip(image, ranked, strict=True):
-        if len(image) > 1:
+        classes = [{"file": str(path), "classes": rows} for path, rows in found]
+        failed = {"failed": each.failed} if each.failed else {}
+        print(json.dumps({"images": classes} | failed))
+    else:
+        _print_classes(found, named=len(image) > 1)
+    each.finish()
+
+
+def _print_classes(found: list[tuple[Path, list[dict]]], *, named: bool) -> None:
+    for path, rows in found:
+        if named:
             print(path)
         for row in rows:
             print(f"{row['probability']:6.4f}  {row['label']}")

@@ -235,16 +235,18 @@ def _images(asked: Asked, source: Source, limit: int | None) -> tuple[np.ndarray
 
 
 def _audio(asked: Asked, source: Source, limit: int | None) -> tuple[np.ndarray, ...]:
-    from pbjax.inference.audio import extract_features, read_wav
+    from pbjax.inference.audio import feature_extractor
+    from pbjax.inference.audio_files import read_audio
     from pbjax.inference.preprocessor import positive_integer
 
     settings = import_module("models").load_preprocessor(_with_files(source)[0])
     rate = positive_integer(settings, "sampling_rate", 16000, source.name)
     files = _first(_files(asked.paths, asked.option), limit, asked.option)
-    samples = [read_wav(path, rate) for path in files]
+    samples = [read_audio(path, rate) for path in files]
     longest = max(map(len, samples))  # The others are silent at their ends.
     padded = [np.pad(each, (0, longest - len(each))) for each in samples]
-    return (np.concatenate([extract_features(each, settings, source.name) for each in padded]),)
+    extract = feature_extractor(settings, source.name)
+    return (np.concatenate([extract(each) for each in padded]),)
 
 
 def _ids(asked: Asked, source: Source, limit: int | None) -> tuple[np.ndarray, ...]:

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -23,6 +24,8 @@ def exit_codes() -> Generator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             yield
+    except typer.Exit:
+        raise
     except KeyboardInterrupt as interrupt:
         print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         raise typer.Exit(130) from None
@@ -32,6 +35,42 @@ def exit_codes() -> Generator[None]:
             raise
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(code) from error
+
+
+class FileByFile:
+    """Has a command go on with the other files where one fails.
+
+    Each failure is a line on stderr at once; the exit code at the end is that of the first.
+    """
+
+    def __init__(self) -> None:
+        """Starts without a failure."""
+        self.failed: list[dict[str, str]] = []
+        self._code = 0
+
+    @contextmanager
+    def file(self, path: Path, kind: type[Exception] = Exception) -> Generator[None]:
+        """Notes an error that is raised on purpose, in place of ending the command by it.
+
+        Args:
+          path: The file.
+          kind: Errors that concern the file alone; others end the command.
+        """
+        try:
+            yield
+        except kind as error:
+            code = _exit_code(error)
+            if code is None:
+                raise
+            message = str(error) if str(path) in str(error) else f"{path}: {error}"
+            print(f"error: {message}", file=sys.stderr)
+            self.failed.append({"file": str(path), "error": message})
+            self._code = self._code or code
+
+    def finish(self) -> None:
+        """Ends the command with the exit code of the first failure, if there was one."""
+        if self._code:
+            raise typer.Exit(self._code)
 
 
 @contextmanager

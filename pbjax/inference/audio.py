@@ -1,20 +1,17 @@
 """Features of audio for a speech model, and entries of its vocabulary from its scores.
 
-WAV files of 16-bit samples by the standard library; the features of wav2vec2 (normalised samples),
-of Parakeet (normalised log mel spectrogram) and of LASR (log mel spectrogram); greedy CTC. Not
-here: other files, resampling.
+The features of wav2vec2 (normalised samples), of Parakeet (normalised log mel spectrogram) and of
+LASR (log mel spectrogram); greedy CTC. Not here: files, which `pbjax.inference.audio_files` reads.
 """
 
 import math
-import wave
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 
-from pbjax.errors import FileError, InputError
+from pbjax.errors import InputError
 from pbjax.inference.preprocessor import positive_integer, positive_number
 
 # Parakeet's features add these before the logarithm and to the deviation.
@@ -25,60 +22,29 @@ WAV2VEC2, PARAKEET = "Wav2Vec2FeatureExtractor", "ParakeetFeatureExtractor"
 LASR = "LasrFeatureExtractor"
 
 
-def read_wav(path: Path, sampling_rate: int) -> Float[np.ndarray, " T"]:
-    """Reads one channel of 16-bit samples as numbers from -1 to 1.
+def feature_extractor(
+    settings: Mapping[str, object], name: str
+) -> Callable[[Float[np.ndarray, " T"]], Float[np.ndarray, "1 ..."]]:
+    """Returns the function from samples, numbers from -1 to 1, to features, a batch of one.
 
     Args:
-      path: The file.
-      sampling_rate: Sampling rate of the model in samples per second.
-
-    Raises:
-      FileError: The file cannot be read, or is of another format or rate.
-    """
-    try:
-        with wave.open(str(path), "rb") as file:
-            found = (file.getnchannels(), 8 * file.getsampwidth(), file.getframerate())
-            count, data = file.getnframes(), file.readframes(file.getnframes())
-    except (OSError, EOFError, wave.Error) as error:
-        raise FileError(
-            f"{path}: not readable as WAV ({error}); uncompressed 16-bit WAV is allowed; convert "
-            f"it, for instance by ffmpeg -i IN -ac 1 -ar {sampling_rate} -c:a pcm_s16le OUT.wav"
-        ) from error
-    if found != (1, 16, sampling_rate):
-        raise FileError(
-            f"{path}: {found[0]} channels of {found[1]} bits at {found[2]} Hz; the model takes 1 "
-            f"channel of 16 bits at {sampling_rate} Hz; convert it, for instance by ffmpeg -i IN "
-            f"-ac 1 -ar {sampling_rate} -c:a pcm_s16le OUT.wav"
-        )
-    if count == 0 or len(data) != 2 * count:
-        raise FileError(
-            f"{path}: {len(data) // 2} samples where the header says {count}; complete audio is "
-            "needed; record or fetch it again"
-        )
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
-
-
-def extract_features(
-    samples: Float[np.ndarray, " T"], settings: Mapping[str, object], name: str
-) -> Float[np.ndarray, "1 T"] | Float[np.ndarray, "1 frames mels"]:
-    """Computes the features that a checkpoint's settings name, as a batch of one.
-
-    Args:
-      samples: Numbers from -1 to 1.
       settings: The content of preprocessor_config.json.
       name: Name of the checkpoint, for messages.
 
     Raises:
-      InputError: The features are not supported, or the audio is too short.
+      InputError: The settings are not supported. The function raises it if the audio is too short.
     """
     kind = settings.get("feature_extractor_type")
     if kind == WAV2VEC2:
-        return (normalise(samples) if settings.get("do_normalize", True) else samples)[None]
+        if settings.get("do_normalize", True):
+            return lambda samples: normalise(samples)[None]
+        return lambda samples: samples[None]
     if kind == PARAKEET:
-        return log_mels(samples, MelSettings.read(settings, name))[None]
+        parakeet = MelSettings.read(settings, name)
+        return lambda samples: log_mels(samples, parakeet)[None]
     if kind == LASR:
-        how = MelSettings.read({"feature_size": 128, **settings}, name)
-        return lasr_log_mels(samples, how)[None]
+        lasr = MelSettings.read({"feature_size": 128, **settings}, name)
+        return lambda samples: lasr_log_mels(samples, lasr)[None]
     raise InputError(
         f"{name}: feature_extractor_type is {kind!r}; {WAV2VEC2}, {PARAKEET} and {LASR} are "
         "supported; use such a checkpoint, or compute the features and call the model from Python"

@@ -126,6 +126,17 @@ def make_mels(file: Path) -> list[str]:
         return replace(new, file)
 
 
+def make_long_speech(folder: Path) -> list[str]:
+    """Writes more frames than Parakeet has positions for, and what transformers computes."""
+    model = transformers.ParakeetForCTC.from_pretrained(folder).eval().double()
+    eighths = np.random.default_rng(SEED).integers(-16, 17, (1, 300, 24)).astype(np.int8)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
+        logits = model(torch.from_numpy(eighths / 8)).logits.numpy().astype(np.float32)
+        new = Path(temporary, "long.npz")
+        np.savez(new, eighths=eighths, logits=logits, meta=provenance())
+        return replace(new, folder / "long.npz")
+
+
 def make_sentences(source: Path, file: Path) -> list[str]:
     """Writes the embeddings of a few sentences by the real all-MiniLM-L6-v2."""
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -216,6 +227,7 @@ def write(target: Path, families: list[str], minilm: Path | None) -> None:
             changes += make_frequencies(target / name / "frequencies.npz")
     if IS_5:
         changes += make_mels(target / "lasr" / "mels.npz")
+        changes += make_long_speech(target / "parakeet")
     if minilm:
         changes += make_sentences(minilm, target / "minilm" / "sentences.npz")
     print("\n".join(changes) or "nothing changed")

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import wave
 
 import jax
 import numpy as np
@@ -16,9 +15,11 @@ from typer.testing import CliRunner
 
 import models
 import pbjax
+from pbjax.cli import model_folder, transcribe
 from pbjax.cli.app import app
 from pbjax.inference import audio
 from tests.decoders import DATA, load
+from tests.wav_files import write_wav
 
 WAV2VEC2 = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16000}
 MELS = {"feature_extractor_type": "ParakeetFeatureExtractor", "feature_size": 24}
@@ -54,13 +55,7 @@ def samples():
 
 @pytest.fixture
 def speech(samples, tmp_path):
-    path = tmp_path / "a.wav"
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16000)
-        file.writeframes(samples.tobytes())
-    return path
+    return write_wav(tmp_path / "a.wav", samples)
 
 
 @pytest.fixture
@@ -316,7 +311,7 @@ def test_speech_becomes_text_by_a_spectrogram_and_a_tokenizer(folder, speech):
 def test_speech_becomes_text_by_lasr(folder, speech, samples):
     settings = {"feature_extractor_type": "LasrFeatureExtractor", "feature_size": 16}
     path = folder("lasr", size=13, preprocessor_config=settings)
-    mels = audio.extract_features(samples.astype(np.float32) / 32768, settings, "m")
+    mels = audio.feature_extractor(settings, "m")(samples.astype(np.float32) / 32768)
     best = np.asarray(models.load(path)(mels).logits[0]).argmax(axis=1)
     words = [f"w{index}" for index in best if index != 0]
     assert done("transcribe", path, speech).stdout == " ".join(words) + "\n"
@@ -327,12 +322,8 @@ def test_transcribe_refuses_in_one_line(folder, speech, picture):
     assert "preprocessor_config.json: no such file" in refused("transcribe", path, speech)
     path = folder("conformer", size=0, preprocessor_config=WAV2VEC2)
     assert "has no tokenizer.json and no vocab.json" in refused("transcribe", path, speech)
-    path = folder("parakeet", size=13, preprocessor_config=MELS | {"sampling_rate": 8000})
-    assert "bits at 16000 Hz; the model takes 1 channel of 16 bits at 8000 Hz" in refused(
-        "transcribe", path, speech
-    )
     path = folder("parakeet", size=13, preprocessor_config=MELS)
-    assert "not readable as WAV" in refused("transcribe", path, picture)
+    assert "not readable as audio" in refused("transcribe", path, picture)
     whisper = {"feature_extractor_type": "WhisperFeatureExtractor"}
     path = folder("parakeet", size=13, preprocessor_config=whisper)
     assert "type is 'WhisperFeatureExtractor'" in refused("transcribe", path, speech)
@@ -340,6 +331,51 @@ def test_transcribe_refuses_in_one_line(folder, speech, picture):
     assert "a BertModel; a model of speech with a CTC head is allowed" in refused(
         "transcribe", path, speech
     )
+
+
+def test_bad_file_does_not_lose_the_others(folder, speech, picture, tmp_path):
+    path, short = folder("parakeet", size=13, preprocessor_config=MELS), tmp_path / "short.wav"
+    write_wav(short, np.zeros(100, np.int16))
+    good = done("transcribe", path, speech).stdout.strip()
+    files = (picture, speech, short, tmp_path / "none.wav", speech)
+    result = invoke("transcribe", path, *files)
+    assert result.exit_code == 2
+    assert result.stdout.splitlines() == [f"{speech}: {good}"] * 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    for line, file, said in zip(
+        errors,
+        (picture, short, tmp_path / "none.wav"),
+        ("not readable as audio", "100 samples make 0 frames", "No such file"),
+        strict=True,
+    ):
+        assert line.startswith(f"error: {file}: ")
+        assert said in line
+    document = json.loads(invoke("transcribe", path, *files, "--json").stdout)
+    assert [row["file"] for row in document["transcripts"]] == [str(speech)] * 2
+    assert [row["file"] for row in document["failed"]] == [str(files[i]) for i in (0, 2, 3)]
+
+
+def test_audio_too_long_for_the_memory_does_not_lose_the_others(folder, speech, monkeypatch):
+    path = folder("parakeet", size=13, preprocessor_config=MELS)
+    run = model_folder.run
+
+    def fails_once(*arguments):
+        monkeypatch.setattr(transcribe, "run", run)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr(transcribe, "run", fails_once)
+    result = invoke("transcribe", path, speech, speech)
+    assert (result.exit_code, len(result.stdout.splitlines())) == (2, 1)
+    assert f"error: {speech}: 0 s of audio need more memory than there is" in result.stderr
+
+
+def test_bad_image_does_not_lose_the_others(folder, speech, picture):
+    path = folder("vit", size=0, preprocessor_config={"size": 20})
+    (good,) = json.loads(done("classify", path, picture, "--json").stdout)["images"]
+    result = invoke("classify", path, speech, picture, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["images"] == [good]
+    assert f"error: {speech}: not readable as an image" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "embed", "classify", "transcribe"])

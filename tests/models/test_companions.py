@@ -48,6 +48,21 @@ def test_stop_token_of_the_configuration_counts_where_no_other_is(folder):
     assert models.load_stop_tokens(folder) == (96,)
 
 
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"model_type": "gpt2"}, (50256,)),
+        ({"model_type": "llama"}, (2,)),
+        ({"model_type": "bloom"}, (2,)),
+        ({"model_type": "bert"}, ()),
+        ({"model_type": "llama", "eos_token_id": None}, ()),
+    ],
+)
+def test_absent_stop_token_has_the_default_of_transformers(tmp_path, fields, tokens):
+    write(tmp_path, "config.json", fields)
+    assert models.load_stop_tokens(tmp_path) == tokens
+
+
 @pytest.mark.parametrize("value", ["96", [1, None], 1.5, True, [[1]]])
 def test_stop_token_that_is_none_is_refused(tmp_path, value):
     write(tmp_path, "config.json", {"eos_token_id": value})

@@ -12,6 +12,7 @@ from models.numeric import TOLERANCE
 from models.parakeet.checkpoint import key_map
 from models.parakeet.config import count_frames
 from models.parakeet.modules import check_mels, frame_mask
+from tests.checkpoints import DATA
 from tests.encoders import (
     call,
     changed,
@@ -157,13 +158,21 @@ def test_frames_are_counted_as_the_convolutions_make_them():
     assert frame_mask(config, mask).sum(axis=1).tolist() == [11, 7, 0]
 
 
+def test_more_frames_than_positions_are_computed_as_transformers_does():
+    with np.load(DATA / NAME / "long.npz") as file:
+        mels, expected = file["eighths"].astype(np.float32) / 8, file["logits"]
+    model = load(NAME)
+    assert count_frames(model.config, mels.shape[1]) == 38 > model.config.max_seq_len
+    logits = call(model, input_features=mels).logits
+    np.testing.assert_allclose(logits, expected, atol=2e-5 * expected.std())
+
+
 @pytest.mark.parametrize(
     ("shape", "mask", "message"),
     [
         ((83, 24), None, r"\[batch, frames, 24\] is needed"),
         ((2, 83, 25), None, r"\[batch, frames, 24\] is needed"),
         ((2, 0, 24), None, "at least one frame"),
-        ((2, 257, 24), None, "257 frames make 33; 32 are possible"),
         ((2, 83, 24), (2, 11), r"attention_mask\): shape is \(2, 11\)"),
     ],
 )
