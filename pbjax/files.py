@@ -2,11 +2,13 @@
 
 import json
 import os
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from pbjax.errors import FileError, InputError, InputTypeError
+from pbjax.errors import FileError, InputError, InputTypeError, warn
 
 # The `__pydantic_config__` of every class that is read: no unknown field, no NaN, no infinity.
 STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": False}
@@ -32,13 +34,47 @@ def write_atomically(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        raise FileError(
-            f"save({str(path)!r}): {error.strerror or error}; a file in a folder that can be "
-            "written is allowed; choose another path or free the disk"
-        ) from error
+        raise _unwritable(path, error) from error
     finally:
         with suppress(OSError):  # there is no scratch file, or its folder is not one
             scratch.unlink()
+
+
+def update_atomically(path: Path, content: Callable[[], str]) -> None:
+    """Replaces a file by text that is made of what it holds, while no other process does so.
+
+    Args:
+      path: The file, which may be absent.
+      content: Reads the file and returns its new text.
+
+    Raises:
+      FileError: The file cannot be written; it is as it was.
+    """
+    with _alone(Path(os.path.realpath(path))):
+        write_atomically(path, content())
+
+
+@contextmanager
+def _alone(path: Path) -> Generator[None]:
+    """Waits until no other process or thread updates a file of the same folder."""
+    import fcntl
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)  # a lock on the folder leaves no file behind
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            warn(
+                f"{path.parent} cannot be locked ({error.strerror}): of two runs that write "
+                f"{path.name} at once, one may lose its rows; give each a file of its own"
+            )
+        yield
+    finally:
+        os.close(folder)
 
 
 def check_writable(option: str, path: Path | None, *, folder: bool = False) -> None:
@@ -101,6 +137,13 @@ def _tried(scratch: Path) -> str:
     return ""
 
 
+def _unwritable(path: Path, error: OSError) -> FileError:
+    return FileError(
+        f"save({str(path)!r}): {error.strerror or error}; a file in a folder that can be "
+        "written is allowed; choose another path or free the disk"
+    )
+
+
 def _is_device(path: Path) -> bool:
     if path.parent == Path("/dev"):
         return True
@@ -109,7 +152,7 @@ def _is_device(path: Path) -> bool:
 
 def _scratch(path: Path) -> Path:
     """The scratch file beside a file; inside a path that has no name, such as "/"."""
-    name = f".{path.name}.{os.getpid()}.tmp"
+    name = f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp"
     return path.with_name(name) if path.name else path / name
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pbjax.errors import DeviceError, FileError, InputError
-from pbjax.files import STRICT, read_json, to_path, write_atomically
+from pbjax.files import STRICT, read_json, to_path, update_atomically, write_atomically
 from pbjax.planning.profile_rows import CorunRow, Curve, Provenance, Row
 from pbjax.planning.program_summary import ProgramSummary, StageInfo
 
@@ -149,6 +149,21 @@ class Profile:
           FileError: The file cannot be written.
         """
         write_atomically(to_path("save", path), _to_json(self))
+
+    def save_into(self, path: str | os.PathLike[str]) -> None:
+        """Adds the table's rows to those that a file has by now, also of other processes.
+
+        Args:
+          path: The file to complete, or to write if it is absent.
+
+        Raises:
+          FileError: The file cannot be written, or what it holds is no table.
+          DeviceError: It has become the table of another device kind.
+        """
+        place = to_path("save", path)
+        update_atomically(
+            place, lambda: _to_json(Profile.load(place).merge(self) if place.is_file() else self)
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":

@@ -148,7 +148,7 @@ class PreparedTable:
       pairs: Stages to measure side by side.
       timer: Times a stage, which is compiled.
       pair_timer: Times two.
-      path: File that the table is saved to after every row; None to keep it in memory.
+      path: File that is completed after every row; None to keep the table in memory.
       warning: See `Measurements`.
     """
 
@@ -164,7 +164,7 @@ class PreparedTable:
     def measure(self, phases: Phases) -> Measurements:
         """Measures what is missing; the device should run nothing else."""
         path, start, analysis = self.path, self.start, self.analysis
-        save = None if path is None else lambda table: table.save(path)
+        save = None if path is None else lambda table: table.save_into(path)
         with phases.phase("profile") as report:
             table = fill(start, self.runs, self.timer, progress=report, on_row=save)
         with phases.phase("profile pairs") as report:

@@ -3,15 +3,17 @@
 import json
 import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pbjax.errors import FileError, InputError
+from pbjax.errors import DeviceError, FileError, InputError, PbjaxWarning
 from pbjax.planning.profiling import Profile, find_profile
-from tests.rows import TABLE, C, profile, row
+from tests.rows import TABLE, A, B, C, profile, row
 
 
 def test_saved_table_reads_back_equal(tmp_path):
@@ -137,3 +139,61 @@ def test_profile_is_found_in_the_first_folder_that_has_it(tmp_path):
 def test_profile_name_is_no_path(name):
     with pytest.raises(InputError, match=r"is not a file name"):
         find_profile("cpu", name)
+
+
+# Tables that several runs complete
+
+
+def test_rows_of_another_run_stay(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    one, other = profile(row(A, 2)), profile(row(B, 2))
+    one.save_into(path)
+    other.save_into(path)
+    replace(one, rows=(*one.rows, row(A, 4))).save_into(path)
+    assert Profile.load(path).rows == profile(row(A, 2), row(A, 4), row(B, 2)).rows
+    assert os.listdir(path.parent) == ["a.json"]
+
+
+ADD_ROWS = """
+import sys
+from dataclasses import replace
+from pbjax.planning.profiling import Profile
+path, size = sys.argv[1], int(sys.argv[2])
+table = Profile.load(path)
+for index in range(20):
+    first = table.rows[0]
+    new = replace(first, batch_size=1000 * size + index, samples=size)
+    table = replace(table, rows=(*table.rows, new))
+    table.save_into(path)
+"""
+
+
+def test_two_processes_lose_no_row(tmp_path):
+    path = tmp_path / "a.json"
+    profile(row(A, 2)).save(path)
+    command = [sys.executable, "-c", ADD_ROWS, str(path)]
+    runs = [subprocess.Popen([*command, size], stderr=subprocess.PIPE) for size in ("1", "2")]
+    for run in runs:
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 0, errors.decode()
+    expected = {2, *range(1000, 1020), *range(2000, 2020)}
+    assert {row.batch_size for row in Profile.load(path).rows} == expected
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_table_of_another_device_is_not_replaced(tmp_path):
+    profile(row(A, 2), device_kind="NVIDIA H200").save(tmp_path / "a.json")
+    before = (tmp_path / "a.json").read_bytes()
+    with pytest.raises(DeviceError, match="one table is of 'NVIDIA H200'"):
+        profile(row(B, 2)).save_into(tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.warns(PbjaxWarning, match=r"cannot be locked \(No locks available\): of two runs"):
+        profile(row(A, 2)).save_into(tmp_path / "a.json")
+    assert Profile.load(tmp_path / "a.json").rows == (row(A, 2),)
