@@ -225,7 +225,7 @@ def test_exit_codes(kind, code):
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_act": "relu"}, {"model_type": "gpt5"}, {"vocab_size": ...}]
+    "change", [{"hidden_act": "relu"}, {"model_type": "gpt5"}, {"vocab_size": "many"}]
 )
 def test_message_is_one_line_in_four_parts(tmp_path, change):
     message = refused(make(tmp_path / "m", **change), models.ConfigError)
