@@ -19,6 +19,7 @@ from models.numeric import NumericCheck, Reference, check_reference, read_refere
 from models.orbax_folder import (
     CONFIG,
     Manifest,
+    check_room,
     check_target,
     folder_bytes,
     is_ours,
@@ -94,7 +95,8 @@ def convert(
       The report.
 
     Raises:
-      CheckpointError: As for `load`; also when the target exists, or the numeric check fails.
+      CheckpointError: As for `load`; also when the target exists, the disk has no room, or the
+        numeric check fails.
     """
     start_s = time.perf_counter()
     target = Path(target)
@@ -104,6 +106,7 @@ def convert(
     checkpoint = _open(find_folder(source), allow_pickle)
     stored = wanted or checkpoint.stored_dtype()
     written = checkpoint.match.report.num_expected * jnp.dtype(stored).itemsize
+    check_room(target, written)
     total = checkpoint.num_bytes + written
     step = progress or _ignore
     module = read_module(checkpoint, stored, lambda done, _: step(done, total))

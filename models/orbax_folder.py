@@ -1,10 +1,16 @@
 """Our own checkpoint folder: a config.json with its contents, Orbax parameters, the tokenizer."""
 
 import dataclasses
+import gc
 import inspect
 import json
+import logging
 import math
+import os
+import re
 import shutil
+import sys
+import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +32,8 @@ from models.parameters import Parameter, canonical_dtype, fill, parameters_of
 FORMAT = "pbjax"
 CONFIG, PARAMETERS, TOKENIZER = "config.json", "parameters", "tokenizer.json"
 GROUP_BYTES = 2**28
+# Room for the files beside the parameters, and the size of Orbax's files.
+ROOM, LARGEST_FILE = 2**20, 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +104,38 @@ def new_folder(target: Path) -> Generator[Path]:
         partial.rename(target)
     except OSError as error:
         raise CheckpointError(
-            f"{target}: cannot be written ({error}); a writable place with room is needed;"
-            " choose another folder"
+            f"{target}: cannot be written ({error.strerror or error}); a writable place with room"
+            " is needed; free the disk or choose another folder"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder for good: threads that still write there would make it again."""
+    for _ in range(20):
+        if not folder.exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+
+
+def check_room(target: Path, num_bytes: int) -> None:
+    """Raises CheckpointError if so many bytes of parameters cannot be written at a path."""
+    import resource
+
+    needed = num_bytes + ROOM
+    free = shutil.disk_usage(target.parent).free
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = ""
+    if free < needed:
+        found = f"{free:,} bytes of its disk are free"
+    elif limit != resource.RLIM_INFINITY and limit < min(num_bytes, LARGEST_FILE):
+        found = f"a file may have {limit:,} bytes (ulimit -f)"
+    if found:
+        raise CheckpointError(
+            f"{target}: {found}; {needed:,} are needed; make room or choose another folder"
+        )
 
 
 def check_target(target: Path) -> None:
@@ -116,12 +151,72 @@ def check_target(target: Path) -> None:
 
 
 def write(folder: Path, manifest: Manifest, module: nnx.Module) -> None:
-    """Writes parameters and config.json into an existing empty folder."""
+    """Writes parameters and config.json into an existing empty folder.
+
+    Raises:
+      OSError: They cannot be written.
+    """
     tree = {parameter.path: parameter.value for parameter in parameters_of(module)}
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / PARAMETERS).absolute(), tree)
+    if reason := _save((folder / PARAMETERS).absolute(), tree):
+        raise OSError(reason)
     text = json.dumps(dataclasses.asdict(manifest), indent=1, allow_nan=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _save(place: Path, tree: Mapping[str, jax.Array]) -> str:
+    """Writes parameters by Orbax; returns why it failed, and nothing if it did not."""
+    with _Noise(place) as noise:
+        try:
+            with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                checkpointer.save(place, tree)
+        except Exception as error:  # what TensorStore raises is a bare ValueError
+            noise.stays, reason = True, _reason(error)
+        else:
+            return ""
+    # The error holds what is unfinished in other threads; it is gone here, and so may they be.
+    gc.collect()
+    return reason
+
+
+class _Noise(logging.Filter):
+    """Drops what Orbax's threads log and print of a write that has failed, and is raised as well.
+
+    Some of it comes when Python ends, so that after a failure this stays in place.
+    """
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.stays = False
+        self._place = str(place)
+        self._logs = [logging.getLogger(name) for name in ("absl", "asyncio")]
+
+    def __enter__(self) -> "_Noise":
+        for log in self._logs:
+            log.addFilter(self)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.stays:
+            sys.unraisablehook = self._hook
+            for log in self._logs:
+                log.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is about anything but this write."""
+        text = f"{record.getMessage()} {record.exc_info}"
+        return self._place not in text and "OSError" not in text and "[Errno " not in text
+
+    def _unraisable(self, found) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            self._hook(found)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the system's reason of an error of TensorStore, or the start of its text."""
+    text = " ".join(str(error).split())
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code[1])) if code else text[:200]
 
 
 def read[C, M: nnx.Module](

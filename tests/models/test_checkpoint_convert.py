@@ -1,5 +1,7 @@
 import gc
 import json
+import logging
+import resource
 import shutil
 
 import jax.numpy as jnp
@@ -337,3 +339,53 @@ def test_report_of_our_folder_names_model_and_fingerprint(converted):
     report = converted[1]
     expected = f"params   {report.keys.num_expected:,}, float32, {report.fingerprint}"
     assert lines[1] == expected
+
+
+# A full disk
+
+
+def not_written(target, kind=models.CheckpointError):
+    with pytest.raises(kind) as caught:
+        models.convert(GOOD, target, report=quiet)
+    assert list(target.parent.iterdir()) == []
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_disk_without_room_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.conversion, "read_module", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1))
+    assert not_written(tmp_path / "m") == (
+        f"{tmp_path / 'm'}: 1 bytes of its disk are free; {87552 + 2**20:,} are needed; make"
+        " room or choose another folder"
+    )
+
+
+def test_limit_of_a_file_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.conversion, "read_module", None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1000, -1))
+    assert "a file may have 1,000 bytes (ulimit -f); the" in not_written(tmp_path / "m")
+
+
+def test_disk_that_fills_up_meanwhile_is_one_line(tmp_path, monkeypatch, caplog):
+    def full(_, place, __):
+        place.mkdir()
+        (place / "half").write_text("x")
+        text = f"RESOURCE_EXHAUSTED: Error writing \"{place}\"\n at [os_error_code='28']"
+        logging.getLogger("absl").error("thread: %s", text)
+        raise ValueError(text)
+
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", full)
+    assert not_written(tmp_path / "m") == (
+        f"{tmp_path / 'm'}: cannot be written (No space left on device); a writable place with"
+        " room is needed; free the disk or choose another folder"
+    )
+    assert not caplog.records
+
+
+def test_other_failure_of_the_writer_is_one_line(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("what\nnobody\nforesaw")
+
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", fails)
+    assert "cannot be written (what nobody foresaw); a" in not_written(tmp_path / "m")
