@@ -14,15 +14,16 @@ from functools import partial
 
 import jax
 
-from pbjax.errors import MemoryBudgetError
+from pbjax.errors import FusionError, MemoryBudgetError, VerificationError
 from pbjax.planning.plan import Decision, Plan, Seconds
 from pbjax.planning.profiling import Timing
 from pbjax.program.analysis import Analysis
-from pbjax.runtime.compilation import CompiledProgram, compile_all
+from pbjax.runtime.compilation import CompiledProgram, ProgramSpec, compile_all
 from pbjax.runtime.measured_programs import MeasuredProgram, joined, milliseconds
 from pbjax.runtime.phases import Phases
 from pbjax.runtime.program_cache import verified_difference
 from pbjax.runtime.timing import sample_in_turn
+from pbjax.runtime.verification import Difference
 from pbjax.tuning.shortlist import Shortlist, device_room
 from pbjax.tuning.workload import TimedProgram, Workload
 
@@ -81,7 +82,8 @@ def autotune(workload: Workload, shortlist: Shortlist, phases: Phases) -> Tuned:
       The program to run, the plan, and the timings.
 
     Raises:
-      VerificationError: A program's outputs are not those of the model as it was given.
+      FusionError: The outputs of the model with kernels are not those of the model as it was given.
+      VerificationError: Those of a split, or a plan, that the caller gave are not.
       MemoryBudgetError: A split that is to run whatever it takes does not fit the device.
     """
     if shortlist.plan is not None:
@@ -92,17 +94,18 @@ def autotune(workload: Workload, shortlist: Shortlist, phases: Phases) -> Tuned:
     programs, warnings = _fitting(built, shortlist, _room(workload))
     with phases.phase("verify") as report:
         found = workload.differences(programs[1:], programs[0], report)
+    programs, wrong = _right(programs, found, shortlist)
     timed: list[TimedProgram] = []
     if len(programs) > 1:
         with phases.phase("measure") as report:
             timed = _traced(workload, measure(workload, programs, report))
-    verdict = _decide(shortlist, programs, timed)
-    difference = max(found, default=None)
+    verdict = _decide(shortlist, programs, timed, wrong)
+    difference = max((each.largest for each in found if not each.fault), default=None)
     return Tuned(
         kept=verdict.kept,
         plan=_plan(workload.analysis, shortlist, verdict, timed, difference=difference),
         programs=tuple(program.row() for program in timed),
-        warnings=warnings,
+        warnings=(*warnings, *wrong),
     )
 
 
@@ -127,8 +130,47 @@ def _planned(workload: Workload, shortlist: Shortlist, phases: Phases) -> Compil
         report(1, 2, "the model as given, to compare with")
         (given,) = compile_all([partial(workload.lower, reference)], report)
     with phases.phase("verify") as report:
-        workload.differences((kept,), given, report)
+        (difference,) = workload.differences((kept,), given, report)
+    if difference.fault:
+        raise _error(kept.spec, difference.fault)
     return kept
+
+
+def _right(
+    programs: Sequence[CompiledProgram], differences: Sequence[Difference], shortlist: Shortlist
+) -> tuple[list[CompiledProgram], tuple[str, ...]]:
+    """The programs that return what the first one does, and a line about each of the others.
+
+    Another order of sums may round otherwise than the rule foresees, as in a model that amplifies
+    its roundings: such a split is left out, and the whole batch runs.
+
+    Raises:
+      FusionError: The whole batch with kernels, as the model writes it, is wrong.
+      VerificationError: A split that the caller gave is.
+    """
+    right, lines = list(programs[:1]), []
+    for program, difference in zip(programs[1:], differences, strict=True):
+        spec = program.spec
+        as_written = spec.is_whole and not spec.variant
+        given = shortlist.forced and spec == shortlist.splits[0]
+        if not difference.fault:
+            right.append(program)
+        elif as_written or given:
+            raise _error(spec, difference.fault)
+        else:
+            where = difference.fault.replace("; ", ", and ")
+            lines.append(f"{spec.label} {joined(spec.sizes)}: {where}: not run")
+    return right, tuple(lines)
+
+
+def _error(spec: ProgramSpec, fault: str) -> VerificationError:
+    """The error about a program that has to run, and whose outputs are not the model's."""
+    if spec.name == "unsplit" and not spec.variant:  # without fusion it is the model itself
+        return FusionError(f"optimize: with kernels {fault}; pass fuse='none'")
+    return VerificationError(
+        f"optimize: {spec.label} {joined(spec.sizes)}: {fault}; leave out split= or plan=, which "
+        "keeps the whole batch where a split differs, and please report the model"
+    )
 
 
 def _room(workload: Workload) -> int:
@@ -180,13 +222,27 @@ def _traced(workload: Workload, timed: list[TimedProgram]) -> list[TimedProgram]
 
 
 def _decide(
-    shortlist: Shortlist, programs: Sequence[CompiledProgram], timed: Sequence[TimedProgram]
+    shortlist: Shortlist,
+    programs: Sequence[CompiledProgram],
+    timed: Sequence[TimedProgram],
+    wrong: Sequence[str] = (),
 ) -> _Verdict:
-    """Keeps the fastest whole batch, or a split that is faster than that."""
+    """Keeps the fastest whole batch, or a split that is faster than that; tells what is wrong."""
+    verdict = _fastest(shortlist, programs, timed, "no split fits the device" if not wrong else "")
+    reason = "; ".join(part for part in (verdict.reason, *wrong) if part)
+    return replace(verdict, reason=reason)
+
+
+def _fastest(
+    shortlist: Shortlist,
+    programs: Sequence[CompiledProgram],
+    timed: Sequence[TimedProgram],
+    no_split: str,
+) -> _Verdict:
     splits = [program for program in programs if program.spec in shortlist.splits]
     if shortlist.forced:
         return _Verdict(kept=splits[0], split=splits[0], reason=shortlist.reason)
-    no_split = shortlist.reason or "no split fits the device"
+    no_split = shortlist.reason or no_split
     if not timed:
         return _Verdict(kept=programs[0], split=None, reason=no_split)
     whole, better = _best_whole([each for each in timed if each.spec.is_whole])

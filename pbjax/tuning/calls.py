@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -18,7 +19,7 @@ from pbjax.runtime.device_trace import overlap
 from pbjax.runtime.execution import SplitProgram, WeightLayout
 from pbjax.runtime.program_cache import note_verified
 from pbjax.runtime.timing import Sampler, on_gpu, sampler, traced_kernels
-from pbjax.runtime.verification import fresh_inputs, largest_difference
+from pbjax.runtime.verification import Difference, compare, fresh_inputs
 from pbjax.tuning.optimized import Bucket
 from pbjax.tuning.request import Request
 
@@ -117,12 +118,14 @@ class CallWorkload:
         programs: Sequence[CompiledProgram],
         reference: CompiledProgram,
         progress: Callable[[int, int, str], None],
-    ) -> list[float]:
-        """Largest difference of each program's outputs on fresh random inputs.
+    ) -> list[Difference]:
+        """How far each program's outputs are from the reference's on fresh random inputs.
 
         Where programs are kept, so is that they have been verified.
         """
-        worst = [0.0] * len(programs)
+        worst = [Difference()] * len(programs)
+        source = self.analysis.traced_at(sum(reference.spec.sizes)).source
+        weights = (*self._own_params(), *map(jnp.asarray, source.constants))
         total = len(VERIFIED_SEEDS) * len(programs)
         for turn, seed in enumerate(VERIFIED_SEEDS if programs else ()):
             fresh = fresh_inputs(self.leaves, self.analysis.batch.axes, seed)
@@ -131,10 +134,10 @@ class CallWorkload:
                 spec = checked.spec
                 progress(turn * len(programs) + index, total, f"{spec.label} {spec.sizes}")
                 outputs = jax.tree.leaves(checked.program(checked.weights, *fresh))
-                found = largest_difference(self.analysis.source, outputs, expected, spec.label)
-                worst[index] = max(worst[index], found)
+                worst[index] |= compare(source, outputs, expected, (*weights, *fresh))
         for checked, difference in zip(programs, worst, strict=True):
-            note_verified(checked.key, difference)
+            if not difference.fault:
+                note_verified(checked.key, difference.largest)
         return worst
 
     def sampler(self, program: CompiledProgram) -> Sampler:

@@ -9,6 +9,7 @@ from pbjax.program.analysis import Analysis
 from pbjax.runtime.compilation import CompiledProgram, LoweredProgram, ProgramSpec
 from pbjax.runtime.measured_programs import MeasuredProgram
 from pbjax.runtime.timing import Sampler, summary
+from pbjax.runtime.verification import Difference
 
 
 @runtime_checkable
@@ -34,12 +35,8 @@ class Workload(Protocol):
         programs: Sequence[CompiledProgram],
         reference: CompiledProgram,
         progress: Callable[[int, int, str], None],
-    ) -> list[float]:
-        """Largest difference of each program's outputs from those of a reference.
-
-        Raises:
-          VerificationError: One is larger than the dtypes allow.
-        """
+    ) -> list[Difference]:
+        """How far each program's outputs are from those of a reference."""
         ...
 
     def sampler(self, program: CompiledProgram) -> Sampler:
