@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from models.llama.modules import LlamaModel
     from models.parakeet.config import ParakeetConfig
     from models.parakeet.modules import ParakeetModel
+    from models.sentence_settings import SentenceSettings, load_sentence_settings
     from models.vit.config import ViTConfig
     from models.vit.modules import ViTModel, ViTOutput
     from models.wav2vec2_conformer.config import Wav2Vec2ConformerConfig
@@ -84,6 +85,7 @@ _MODULES = {
     "NumericError": "errors",
     "ParakeetConfig": "parakeet.config",
     "ParakeetModel": "parakeet.modules",
+    "SentenceSettings": "sentence_settings",
     "ViTConfig": "vit.config",
     "ViTModel": "vit.modules",
     "ViTOutput": "vit.modules",
@@ -94,6 +96,7 @@ _MODULES = {
     "load_labels": "companions",
     "load_parameters": "checkpoint",
     "load_preprocessor": "companions",
+    "load_sentence_settings": "sentence_settings",
     "load_stop_tokens": "companions",
     "load_tokenizer": "checkpoint",
     "load_vocabulary": "companions",
@@ -127,6 +130,7 @@ __all__ = [
     "NumericError",
     "ParakeetConfig",
     "ParakeetModel",
+    "SentenceSettings",
     "ViTConfig",
     "ViTModel",
     "ViTOutput",
@@ -137,6 +141,7 @@ __all__ = [
     "load_labels",
     "load_parameters",
     "load_preprocessor",
+    "load_sentence_settings",
     "load_stop_tokens",
     "load_tokenizer",
     "load_vocabulary",

@@ -15,6 +15,7 @@ from models.checkpoint import load_tokenizer
 from models.errors import CheckpointError
 from models.hf_folder import find_folder, read_json
 from models.orbax_folder import CONFIG, TOKENIZER, is_ours
+from models.sentence_settings import copy_sentence_files
 
 SOURCE_CONFIG = "source_config.json"
 GENERATION, VOCABULARY, TOKENIZER_CONFIG = (
@@ -38,11 +39,12 @@ COPIED = (
 )
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, *, allow_pickle: bool = False) -> None:
     """Copies those of the files that a Hugging Face folder has into one of our folders."""
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    copy_sentence_files(source, target, allow_pickle=allow_pickle)
     shutil.copyfile(source / CONFIG, target / SOURCE_CONFIG)
 
 

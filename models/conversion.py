@@ -112,7 +112,7 @@ def convert(
     module = read_module(checkpoint, stored, lambda done, _: step(done, total))
     numeric = _check(checkpoint, module, stored, expected)
     manifest = _manifest(checkpoint, module, stored, numeric)
-    written_bytes = _write(checkpoint, module, manifest, target)
+    written_bytes = _write(checkpoint, module, manifest, target, allow_pickle)
     step(total, total)
     result = ConversionReport(
         source=checkpoint.path,
@@ -171,10 +171,16 @@ def _manifest[C, M: nnx.Module](
     )
 
 
-def _write(checkpoint: Checkpoint, module: nnx.Module, manifest: Manifest, target: Path) -> int:
+def _write(
+    checkpoint: Checkpoint,
+    module: nnx.Module,
+    manifest: Manifest,
+    target: Path,
+    allow_pickle: bool,
+) -> int:
     with new_folder(target) as folder:
         write(folder, manifest, module)
-        copy_companions(checkpoint.path, folder)
+        copy_companions(checkpoint.path, folder, allow_pickle=allow_pickle)
         return folder_bytes(folder)
 
 

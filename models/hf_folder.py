@@ -47,6 +47,15 @@ def read_json(path: Path) -> dict[str, object]:
     Raises:
       CheckpointError: The file is absent, unreadable, no JSON, or no object.
     """
+    return _parsed(path, dict, "an object")
+
+
+def read_json_list(path: Path) -> list[object]:
+    """Reads a JSON array, as `read_json` reads an object."""
+    return _parsed(path, list, "an array")
+
+
+def _parsed[T](path: Path, kind: type[T], needed: str) -> T:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except FileNotFoundError:
@@ -56,11 +65,11 @@ def read_json(path: Path) -> dict[str, object]:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: not readable as JSON ({error}); a JSON object is needed; fetch the file again"
+            f"{path}: not readable as JSON ({error}); JSON is needed; fetch the file again"
         ) from error
-    if not isinstance(parsed, dict):
+    if not isinstance(parsed, kind):
         raise CheckpointError(
-            f"{path}: holds a JSON {type(parsed).__name__}; an object is needed;"
+            f"{path}: holds a JSON {type(parsed).__name__}; {needed} is needed;"
             " fetch the file again"
         )
     return parsed

@@ -15,6 +15,7 @@ from models.errors import CheckpointError
 from models.keymap import Family
 
 DTYPES = ("float32", "float16", "bfloat16")
+SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +30,14 @@ def canonical_dtype(dtype: DTypeLike, asked: str) -> str:
     """Returns the name of a supported parameter dtype.
 
     Args:
-      dtype: A name, a numpy or jax dtype, or a scalar type such as jnp.bfloat16.
+      dtype: A name such as bfloat16 or bf16, a numpy or jax dtype, or a type such as jnp.bfloat16.
       asked: The operation at hand, for the message.
 
     Raises:
       CheckpointError: It is not a supported dtype.
     """
     try:
-        name = jnp.dtype(dtype).name
+        name = jnp.dtype(SHORT_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
     except TypeError:
         name = repr(dtype)
     if name not in DTYPES:

@@ -8,6 +8,13 @@ from typing import Any
 
 from pbjax.errors import InputError, InputTypeError
 
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_name(name: str) -> str:
+    """Returns the whole name of a dtype that may be written short, as bf16; others as they are."""
+    return SHORT_DTYPES.get(name, name)
+
 
 def whole_number(asked: str, value: Any) -> int:
     """Returns a whole number.

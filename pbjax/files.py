@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -12,9 +13,20 @@ from pbjax.errors import FileError, InputError, InputTypeError, warn
 
 # The `__pydantic_config__` of every class that is read: no unknown field, no NaN, no infinity.
 STRICT: Final[dict[str, str | bool]] = {"extra": "forbid", "allow_inf_nan": False}
+# What an option that reads a file takes "-" for.
+STDIN: Final = Path("/dev/stdin")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def read_bytes(path: Path) -> bytes:
+    """Reads a file, or standard input for `STDIN`, which no terminal or test need have as a file.
+
+    Raises:
+      OSError: It cannot be read.
+    """
+    return sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file through a scratch file beside it; makes its folder if need be.
 
     Devices and pipes are written directly, since a scratch file would replace them. A symbolic
@@ -25,13 +37,14 @@ def write_atomically(path: Path, text: str) -> None:
     """
     path = path if _is_device(path) else Path(os.path.realpath(path))
     scratch = _scratch(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         if _is_device(path):
-            with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file's
-                stream.write(text)
+            with path.open("ab") as stream:  # /dev/stdout may be a file's
+                stream.write(data)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(data)
         scratch.replace(path)
     except OSError as error:
         raise _unwritable(path, error) from error

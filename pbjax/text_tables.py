@@ -4,6 +4,7 @@ The only place that lays out a table; nothing here needs jax or a terminal.
 """
 
 import textwrap
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 
 WIDTH = 100
@@ -48,6 +49,22 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return short(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text whose control characters, which could command a terminal, are written as escapes.
+
+    Args:
+      text: A text of any origin.
+      keep: Control characters that stay, such as line feeds.
+    """
+    return "".join(
+        character
+        if character in keep or unicodedata.category(character) != "Cc"
+        # repr writes "\\x1b", in quotes
+        else repr(character)[1:-1]
+        for character in text
+    )
 
 
 def wrapped(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pbjax.arguments import dtype_name
 from pbjax.cli.model_folder import MB
 from pbjax.cli.options import Json, path_argument, path_option
 
@@ -14,7 +15,10 @@ from pbjax.cli.options import Json, path_argument, path_option
 def convert(
     source: Annotated[Path, path_argument(help="A Hugging Face model folder.")],
     target: Annotated[Path, path_argument(help="The Orbax checkpoint to write; must not exist.")],
-    dtype: Annotated[str | None, typer.Option(help="Store weights as this dtype.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Store weights as this dtype: bf16, fp16, fp32.", parser=dtype_name),
+    ] = None,
     reference: Annotated[
         Path | None, path_option(help="Inputs and outputs to check against (.npz).")
     ] = None,

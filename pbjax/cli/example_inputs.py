@@ -12,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from pbjax.arguments import dtype_name
 from pbjax.cli.model_folder import Shape, encodes_text
 from pbjax.cli.source import Source
 from pbjax.errors import FileError, InputError, warn
+from pbjax.files import read_bytes
 
 # Tokens of a text where --seq is absent.
 TEXT_TOKENS = 64
@@ -130,7 +132,7 @@ def asked_inputs(
 
 def _random_array(text: str) -> RandomArray:
     match = SHAPE.fullmatch(text)
-    dtype = match and (match[2] or "float32")
+    dtype = match and dtype_name(match[2] or "float32")
     if match is None or dtype not in DTYPES:
         raise InputError(
             f"--shape {text or "''"}: not sizes and a dtype; sizes from 1 joined by x, and one of "
@@ -270,7 +272,7 @@ def _read_ids(path: Path, vocabulary: int | None) -> list[list[int]]:
         if path.suffix == ".npy":
             rows = np.load(path, allow_pickle=False).tolist()
         else:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = json.loads(read_bytes(path).decode("utf-8-sig"))
         fault = _fault(rows, vocabulary)
     except (OSError, ValueError) as error:
         fault = str(error)

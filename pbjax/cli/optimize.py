@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pbjax.arguments import dtype_name
 from pbjax.cli.exits import interrupted_with
-from pbjax.cli.options import Figures, Html, Json, path_option, this_device, to_source
+from pbjax.cli.options import (
+    Figures,
+    Html,
+    Json,
+    input_option,
+    path_option,
+    this_device,
+    to_source,
+)
 from pbjax.cli.outputs import Outputs, exhaustive_line
 from pbjax.errors import InputError
 from pbjax.files import check_writable
@@ -72,11 +81,13 @@ def optimize(
         ),
     ],
     texts: Annotated[
-        Path | None, path_option(help="Inputs of a text model: texts, one a line.")
+        Path | None, input_option(help="Inputs of a text model: texts, one a line; - is stdin.")
     ] = None,
     ids: Annotated[
         Path | None,
-        path_option(help="Inputs of a text model: rows of token ids, as JSON lists or .npy."),
+        input_option(
+            help="Inputs of a text model: rows of token ids, as JSON lists or .npy; - is stdin."
+        ),
     ] = None,
     images: Annotated[
         list[Path] | None,
@@ -114,8 +125,9 @@ def optimize(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of weights and activations; if absent the stored one, or bfloat16 for a"
-            " preset."
+            help="Dtype of weights and activations, bf16, fp16 or fp32; if absent the stored one,"
+            " or bfloat16 for a preset.",
+            parser=dtype_name,
         ),
     ] = None,
     split: Annotated[

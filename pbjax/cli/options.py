@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pbjax.arguments import dtype_name
 from pbjax.errors import DeviceError, InputError
-from pbjax.files import check_named
+from pbjax.files import STDIN, check_named
 
 if TYPE_CHECKING:
     from pbjax.device import Device
@@ -29,6 +30,15 @@ def path_option(*names: str, help: str) -> Any:
     return typer.Option(*names, help=help, parser=to_path)
 
 
+def input_option(*, help: str) -> Any:
+    """An option that names a file to read; "-" is standard input, and an empty text names none.
+
+    Args:
+      help: What it is for.
+    """
+    return typer.Option(help=help, parser=to_input)
+
+
 def path_argument(*, help: str) -> Any:
     """An argument that names a file or folder; an empty text and "-" name none.
 
@@ -45,6 +55,15 @@ def to_path(text: str) -> Path:
       typer.BadParameter: It is empty, or "-".
     """
     return Path(to_source(text))
+
+
+def to_input(text: str) -> Path:
+    """The path of what is to be read, `STDIN` for "-".
+
+    Raises:
+      typer.BadParameter: It is empty.
+    """
+    return STDIN if text == "-" else to_path(text)
 
 
 def to_source(text: str) -> str:
@@ -72,11 +91,17 @@ Seq = Annotated[
     typer.Option(min=1, help="Tokens or frames of a row; the usual ones of a benchmark if absent."),
 ]
 Folder = Annotated[Path, path_argument(help="A Hugging Face folder, or one of pbjax convert.")]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of weights and activations: bf16, fp16, fp32.", parser=dtype_name)
+]
 StoredDtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Dtype of weights and activations; the stored one if absent."),
+    typer.Option(
+        "--dtype",
+        help="Dtype of weights and activations, bf16, fp16 or fp32; the stored one if absent.",
+        parser=dtype_name,
+    ),
 ]
-Dtype = Annotated[str, typer.Option(help="Dtype of weights and activations.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Figures = Annotated[
     Path | None,

@@ -5,12 +5,11 @@ computed on padding. The sizes of batches come from a short list, so that few pr
 A text's vector depends on that text alone, up to rounding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from jaxtyping import Array, Float, Int
@@ -19,10 +18,10 @@ from pbjax.buckets import Buckets
 from pbjax.errors import InputError, InputTypeError, ModelError
 from pbjax.graph.functional import shared_method
 from pbjax.inference.packing import Packing, pack
+from pbjax.inference.pooling import pool, pooling_modes
 from pbjax.inference.texts import check_unicode, warn_of_cut
 from pbjax.runtime.program_cache import keep_programs
 
-Pooling = Literal["mean", "first"]
 type Texts = Sequence[str] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
 type Tokens = Sequence[int] | np.ndarray
 METHOD = "packed_hidden_state"
@@ -49,31 +48,99 @@ class PackedEncoder(Protocol):
     # packed_hidden_state(input_ids, segment_ids, position_ids, offsets) is called by name.
 
 
+class Layer(Protocol):
+    """What follows the pooling."""
+
+    @property
+    def name(self) -> str:
+        """Its kind, such as Dense; one called Normalize scales vectors to length one."""
+        ...
+
+    @property
+    def width(self) -> int | None:
+        """Values of the vectors that it takes; None = any."""
+        ...
+
+    @property
+    def apply(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Computes it."""
+        ...
+
+
+class Settings(Protocol):
+    """What a folder says of its vectors, such as `models.load_sentence_settings` reads."""
+
+    @property
+    def pooling(self) -> tuple[str, ...]:
+        """Names out of `pooling.POOLING`."""
+        ...
+
+    @property
+    def include_prompt(self) -> bool:
+        """Whether the tokens of a prompt are pooled too."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """What follows the pooling."""
+        ...
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longer texts are cut; None = at the model's longest sequence."""
+        ...
+
+    @property
+    def lower_case(self) -> bool:
+        """Whether texts are lower-cased."""
+        ...
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """What may stand before each text, by name."""
+        ...
+
+    @property
+    def default_prompt(self) -> str | None:
+        """The name of the one that stands there unless another is chosen."""
+        ...
+
+
 def embed(
     model: PackedEncoder,
     texts: Texts,
     *,
     tokenizer: tokenizers.Tokenizer | None = None,
+    settings: Settings | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
     max_tokens: int | None = None,
-    pooling: Pooling = "mean",
-    normalize: bool = True,
+    pooling: str | Sequence[str] | None = None,
+    normalize: bool | None = None,
     batch_tokens: int = 16384,
     progress: Callable[[int, int], object] | None = None,
-) -> Float[np.ndarray, "texts D"]:
+) -> Float[np.ndarray, "texts E"]:
     """Returns one vector for every text.
 
     Args:
       model: An encoder with `packed_hidden_state`, such as the BERT of `models`.
       texts: Texts, or rows of token ids with the model's special tokens.
       tokenizer: From `models.load_tokenizer`; needed for texts. Its truncation and padding are set.
-      max_tokens: Longer texts are cut; None = at the model's longest sequence, with a warning.
-      pooling: The mean of the tokens' vectors, or the vector of the first token.
-      normalize: Whether the vectors are scaled to length one.
+      settings: From `models.load_sentence_settings`: pooling, layers after it, length and prompts
+        of the folder. None = means of length one.
+      prompt_name: The prompt of the settings that stands before each text; None = their default.
+      prompt: What stands before each text, in place of one of the settings.
+      max_tokens: Longer texts are cut; None = as the settings say, and at the model's longest
+        sequence, with a warning.
+      pooling: A name out of `pbjax.inference.pooling.POOLING`, or several, whose vectors are
+        joined; None = as the settings say.
+      normalize: Whether the vectors are scaled to length one; None = as the settings say.
       batch_tokens: Tokens of a batch on the device, at most, padding included.
       progress: Called with (texts done, texts in all).
 
     Returns:
-      The vectors in the order of the texts, in f32; zeros for a text without tokens.
+      The vectors in the order of the texts, in f32. Those of a text without tokens are pooled as
+      zeros.
 
     Raises:
       InputError: An argument has a value that is not allowed, or a row of ids is too long or has an
@@ -83,19 +150,18 @@ def embed(
 
     Source: Reimers and Gurevych 2019, section 3 (pooling).
     """
-    sequences = _sequences(model, texts, tokenizer, max_tokens)
+    chosen = pooling if pooling is not None else settings.pooling if settings else "mean"
+    modes = pooling_modes("embed", chosen)
+    prefix = _prompt(settings, prompt_name, prompt)
+    sequences, skip = _sequences(model, texts, tokenizer, max_tokens, settings, prefix)
     keep_programs()
-    if pooling not in get_args(Pooling):
-        raise InputError(
-            f"embed(pooling={pooling!r}): unknown; {' and '.join(get_args(Pooling))} are allowed;"
-            " choose one"
-        )
     lengths = [len(sequence) for sequence in sequences]
     packing = pack(lengths, _row_length(model.max_seq_len, max(lengths), batch_tokens))
     step, done = progress or _ignore, lengths.count(0)
     vectors = None
     step(done, len(lengths))
-    batches = _batches(model, packing, sequences, batch_tokens // packing.row_length, pooling)
+    most_rows = batch_tokens // packing.row_length
+    batches = _batches(model, packing, sequences, most_rows, modes, skip)
     for first, found in _behind(batches, IN_FLIGHT):
         found = jax.device_get(found)
         if vectors is None:
@@ -107,7 +173,45 @@ def embed(
     if vectors is None:
         raise InputError("embed(texts): no text has a token; one or more are needed; give a text")
     _check_finite(vectors)
-    return _unit(vectors) if normalize else vectors
+    vectors = _after_pooling(vectors, settings, normalize)
+    return _unit(vectors) if normalize or (settings is None and normalize is None) else vectors
+
+
+def _prompt(settings: Settings | None, name: str | None, prompt: str | None) -> str:
+    """What stands before each text; empty for nothing."""
+    if prompt is not None:
+        if name is not None:
+            raise InputError(
+                f"embed(prompt={prompt!r}, prompt_name={name!r}): two prompts; one is allowed; "
+                "leave one of them out"
+            )
+        return prompt
+    known = settings.prompts if settings else {}
+    name = settings.default_prompt if settings and name is None else name
+    if name is None:
+        return ""
+    if name not in known:
+        raise InputError(
+            f"embed(prompt_name={name!r}): no prompt has that name; those of the settings are "
+            f"{', '.join(known) or 'none'}; choose one of them, or pass prompt= as a text"
+        )
+    return known[name]
+
+
+def _after_pooling(
+    vectors: Float[np.ndarray, "texts D"], settings: Settings | None, normalize: bool | None
+) -> Float[np.ndarray, "texts E"]:
+    """Applies the layers of the settings, without those that normalize=False leaves out."""
+    for layer in settings.layers if settings else ():
+        if layer.name == "Normalize" and normalize is False:
+            continue
+        if layer.width not in (None, vectors.shape[1]):
+            raise InputError(
+                f"embed(pooling): vectors of {vectors.shape[1]} values; the settings' {layer.name} "
+                f"takes {layer.width}; leave pooling to the settings, or leave out the settings"
+            )
+        vectors = layer.apply(vectors)
+    return vectors
 
 
 def _batches(
@@ -115,8 +219,9 @@ def _batches(
     packing: Packing,
     sequences: Sequence[Tokens],
     most_rows: int,
-    pooling: Pooling,
-) -> Iterator[tuple[int, Float[Array, "R S D"]]]:
+    modes: tuple[str, ...],
+    skip: int,
+) -> Iterator[tuple[int, Float[Array, "R S E"]]]:
     """Starts one batch after another; yields its first row and its vectors."""
     method = shared_method(model, METHOD)
     counts = Buckets.growing(1, most_rows, waste=1.0)
@@ -126,39 +231,27 @@ def _batches(
         num_rows = counts.least(min(most_rows, len(packing.rows) - first))
         rows = packing.arrays(sequences, first, num_rows, num_segments)
         arrays = (rows.input_ids, rows.segment_ids, rows.position_ids, rows.offsets)
-        options = {"apply": method.apply, "num_segments": num_segments, "pooling": pooling}
-        yield first, _pooled(method.params, *arrays, **options)
+        options = {"apply": method.apply, "num_segments": num_segments, "modes": modes}
+        yield first, _pooled(method.params, *arrays, np.int32(skip), **options)
 
 
-@partial(jax.jit, static_argnames=("apply", "num_segments", "pooling"))
+@partial(jax.jit, static_argnames=("apply", "num_segments", "modes"))
 def _pooled(
     params: object,
     input_ids: Int[Array, "R L"],
     segment_ids: Int[Array, "R L"],
     position_ids: Int[Array, "R L"],
     offsets: Int[Array, " C"],
+    skip: Int[Array, ""],
     *,
     apply: Callable,
     num_segments: int,
-    pooling: Pooling,
-) -> Float[Array, "R S D"]:
-    """Returns a vector for every segment of every row, in f32; zeros for missing segments."""
+    modes: tuple[str, ...],
+) -> Float[Array, "R S E"]:
+    """Returns a vector for every segment of every row, as `pool` does."""
     hidden = apply(params, input_ids, segment_ids, position_ids, offsets)
     with jax.named_scope("pooling"):
-        numbers = jnp.arange(1, num_segments + 1, dtype=segment_ids.dtype)
-        shape = (segment_ids.shape[0], num_segments, segment_ids.shape[1])
-        counted = jnp.broadcast_to(segment_ids[:, None], shape) == jnp.broadcast_to(
-            numbers[None, :, None], shape
-        )
-        if pooling == "first":
-            counted &= jnp.broadcast_to(position_ids[:, None] == 0, shape)
-        # Values outside the segments may be NaN, and 0 * NaN must not count.
-        inside = jnp.broadcast_to((segment_ids > 0)[:, :, None], hidden.shape)
-        tokens = jnp.where(inside, hidden.astype(jnp.float32), 0.0)
-        weights = counted.astype(jnp.float32)
-        sums = jnp.einsum("RSL,RLD->RSD", weights, tokens, precision="highest")
-        totals = jnp.maximum(weights.sum(axis=2, keepdims=True), 1.0)
-        return sums / jnp.broadcast_to(totals, sums.shape)
+        return pool(hidden, segment_ids, position_ids, skip, num_segments=num_segments, modes=modes)
 
 
 def _sequences(
@@ -166,8 +259,10 @@ def _sequences(
     texts: Texts,
     tokenizer: tokenizers.Tokenizer | None,
     max_tokens: int | None,
-) -> list[Tokens]:
-    """Returns the tokens of each text, checked."""
+    settings: Settings | None,
+    prompt: str,
+) -> tuple[list[Tokens], int]:
+    """Returns the tokens of each text, checked, and how many at their start are not pooled."""
     if not isinstance(model, PackedEncoder) or not hasattr(model, METHOD):
         raise InputTypeError(
             f"embed(model): a {type(model).__name__} without {METHOD}; an encoder of several"
@@ -189,21 +284,29 @@ def _sequences(
             "embed(texts): some are texts and some are not; only texts, or only rows of integer"
             " token ids, are allowed; convert them"
         )
-    if strings:
-        encoded = _encode(strings, tokenizer, limit, model.vocab_size)
-        if max_tokens is None:  # otherwise the caller asked for it
-            remedy = "the model takes no more: split them, or pass max_tokens to cut them"
-            warn_of_cut("embed(texts)", encoded, limit, remedy)
-        return [encoding.ids for encoding in encoded]
-    rows = [text for text in texts if not isinstance(text, str)]
-    for index, row in enumerate(rows):
-        _check_tokens(index, row, limit, model.vocab_size)
-    return rows
+    if not strings:
+        rows = [text for text in texts if not isinstance(text, str)]
+        for index, row in enumerate(rows):
+            _check_tokens(index, row, limit, model.vocab_size)
+        return rows, 0
+    check_unicode("embed(texts)", [prompt, *strings])
+    tokenizer = _tokenizer(tokenizer, model.vocab_size, settings)
+    if max_tokens is None and settings and settings.max_tokens:
+        limit = min(limit, settings.max_tokens)
+    tokenizer.enable_truncation(limit)
+    encoded = tokenizer.encode_batch_fast([prompt + text for text in strings])
+    if max_tokens is None:  # otherwise the caller asked for it
+        longest = "the model takes" if limit == model.max_seq_len else "the folder allows"
+        remedy = f"{longest} no more: split them, or pass max_tokens to choose another number"
+        warn_of_cut("embed(texts)", encoded, limit, remedy)
+    skipped = prompt and settings is not None and not settings.include_prompt
+    return [encoding.ids for encoding in encoded], _length(tokenizer, prompt) if skipped else 0
 
 
-def _encode(
-    texts: list[str], tokenizer: tokenizers.Tokenizer | None, limit: int, vocab_size: int
-) -> list[tokenizers.Encoding]:
+def _tokenizer(
+    tokenizer: tokenizers.Tokenizer | None, vocab_size: int, settings: Settings | None
+) -> tokenizers.Tokenizer:
+    """Returns the tokenizer, checked and without padding; one that lower-cases is a copy."""
     if not isinstance(tokenizer, tokenizers.Tokenizer):
         raise InputTypeError(
             f"embed(tokenizer): a {type(tokenizer).__name__}; texts need a tokenizers.Tokenizer;"
@@ -214,10 +317,19 @@ def _encode(
             f"embed(tokenizer): it has {tokenizer.get_vocab_size()} tokens; at most the model's"
             f" {vocab_size} are allowed; load it from the model's folder"
         )
-    check_unicode("embed(texts)", texts)
+    if settings and settings.lower_case:
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        steps = [tokenizers.normalizers.Lowercase()]
+        steps += [tokenizer.normalizer] if tokenizer.normalizer is not None else []
+        tokenizer.normalizer = tokenizers.normalizers.Sequence(steps)
     tokenizer.no_padding()
-    tokenizer.enable_truncation(limit)
-    return tokenizer.encode_batch_fast(texts)
+    return tokenizer
+
+
+def _length(tokenizer: tokenizers.Tokenizer, prompt: str) -> int:
+    """Tokens of a prompt by itself, without the one that ends a text."""
+    encoding = tokenizer.encode(prompt)
+    return len(encoding.ids) - (encoding.special_tokens_mask[-1:] == [1])
 
 
 def _check_tokens(index: int, sequence: Tokens, limit: int, vocab_size: int) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from pbjax.errors import FileError, InputError, PbjaxWarning
+from pbjax.errors import FileError, InputError, PbjaxWarning, warn
+from pbjax.files import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +34,37 @@ class SimilarPair:
     cosine: float
 
 
-def read_sentences(path: Path, count: int | None) -> list[str]:
-    """The first `count` sentences of a text file, or all for None; one a line, without empty lines.
+def read_lines(path: Path) -> list[str]:
+    """Every line of a text file or of standard input as it is, without a byte-order mark.
+
+    Lines end as editors and `wc -l` count them: at a line feed, with or without a carriage return.
 
     Raises:
-      FileError: The file cannot be read, or has too few sentences.
+      FileError: The file cannot be read, or has no line that is not blank.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        text = read_bytes(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
             f"--texts {path}: {error}; a UTF-8 text file with one sentence a line is allowed; "
             "give another file"
         ) from error
-    sentences = [line for line in lines if line]
-    if not sentences:
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    if not any(line.strip() for line in lines):
         raise FileError(f"--texts {path}: no sentence; one or more are needed; write one a line")
+    return lines
+
+
+def read_sentences(path: Path, count: int | None) -> list[str]:
+    """The first `count` lines of a text file, or all for None, that are not blank.
+
+    Raises:
+      FileError: The file cannot be read, or has too few sentences.
+    """
+    lines = read_lines(path)
+    sentences = [line.strip() for line in lines if line.strip()]
+    if blank := len(lines) - len(sentences):
+        warn(f"--texts {path}: {blank} of {len(lines)} lines are blank and are left out")
     if count is not None and len(sentences) < count:
         raise FileError(
             f"--texts {path}: {len(sentences)} sentences; {count} are needed for the batch; lower "

@@ -19,6 +19,8 @@ from pbjax.cli import model_folder, transcribe
 from pbjax.cli.app import app
 from pbjax.inference import audio
 from tests.decoders import DATA, load
+from tests.sentence_folders import listed
+from tests.sentence_folders import make as make_sentence_folder
 from tests.wav_files import write_wav
 
 WAV2VEC2 = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16000}
@@ -66,12 +68,12 @@ def picture(tmp_path):
     return path
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def invoke(*arguments, given=None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
 
 
-def done(*arguments):
-    result = invoke(*arguments)
+def done(*arguments, given=None):
+    result = invoke(*arguments, given=given)
     assert result.exit_code == 0, result.output
     return result
 
@@ -212,7 +214,7 @@ def test_options_are_refused_before_the_weights_are_read(folder):
 @pytest.fixture
 def sentences(tmp_path):
     path = tmp_path / "texts.txt"
-    path.write_text("w1 w2 w3\n\nw4\nw5 w6 w7 w8\n", encoding="utf-8")
+    path.write_text("w1 w2 w3\nw4\nw5 w6 w7 w8\n", encoding="utf-8")
     return path
 
 
@@ -226,6 +228,54 @@ def test_texts_become_unit_vectors(folder, sentences):
     hidden = models.load(path)(np.array([[1, 2, 3]], np.int32)).last_hidden_state[0]
     mean = np.asarray(hidden.mean(axis=0))
     np.testing.assert_allclose(vectors[0], mean / np.linalg.norm(mean), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("always::pbjax.errors.PbjaxWarning")
+def test_rows_are_those_of_the_lines_of_a_file(folder, tmp_path):
+    path, lines = folder("bert"), tmp_path / "lines.txt"
+    content = "\ufeffw1 w2\n\nw3\x0cw4\x85w4\u2028w4\r\n  \nw5"
+    lines.write_bytes(content.encode())
+    result = done("embed", path, "--texts", lines, "--out", tmp_path / "v.npy", "--json")
+    assert "2 of 5 lines are blank; they are embedded as empty texts" in result.stderr
+    rows = json.loads(result.stdout)["embeddings"]
+    assert [row["text"] for row in rows] == ["w1 w2", "", "w3\x0cw4\x85w4\u2028w4", "  ", "w5"]
+    vectors = np.load(tmp_path / "v.npy")
+    assert (vectors.shape, vectors.dtype) == ((5, 32), np.float32)
+    np.testing.assert_allclose(vectors, [row["vector"] for row in rows], rtol=1e-6)
+    assert (np.linalg.norm(vectors, axis=1) > 0.5).tolist() == [True, False, True, False, True]
+    piped = done("embed", path, "--texts", "-", "--out", tmp_path / "w.npy", given=content.encode())
+    assert piped.stdout == f"{tmp_path / 'w.npy'}: 5 vectors of 32 numbers, f32\n"
+    np.testing.assert_array_equal(np.load(tmp_path / "w.npy"), vectors)
+    pairs = json.loads(done("embed", path, "--texts", lines, "--similar", 9, "--json").stdout)
+    assert len(pairs["similar"]) == 3
+
+
+def test_embed_follows_the_folder_and_then_its_options(tmp_path):
+    prompts = {"prompts": {"query": "find : "}, "default_prompt_name": "query"}
+    layers = [("Normalize", {})]
+    path = make_sentence_folder(
+        tmp_path / "a", pooling=listed("cls"), layers=layers, prompts=prompts
+    )
+
+    def vector(*options):
+        text = done("embed", path, "--text", "a cat sat on", *options, "--json").stdout
+        return np.array(json.loads(text)["embeddings"][0]["vector"])
+
+    hidden = np.asarray(models.load(path)(np.array([[2, 9, 11, 4, 5, 6, 1, 3]])).last_hidden_state)
+    first, mean = hidden[0, 0], hidden[0].mean(axis=0)
+    np.testing.assert_allclose(vector(), first / np.linalg.norm(first), atol=1e-5)
+    np.testing.assert_allclose(
+        vector("--pooling", "mean,cls", "--no-normalize"), [*mean, *first], atol=1e-5
+    )
+    other = vector("--prompt", "find : a ", "--max-length", 5, "--no-normalize")
+    cut = np.asarray(models.load(path)(np.array([[2, 9, 11, 4, 3]])).last_hidden_state)[0, 0]
+    np.testing.assert_allclose(other, cut, atol=1e-5)
+    assert "no prompt has that name" in refused("embed", path, "--text", "a", "--prompt-name", "b")
+
+
+def test_control_characters_of_texts_do_not_reach_the_terminal(folder):
+    line = done("embed", folder("bert"), "--text", "w1 \x1b[2J\x07\x9b\nw2").stdout
+    assert line.endswith("w1 \\x1b[2J\\x07\\x9b\\nw2\n")
 
 
 def test_embed_prints_a_line_a_text(folder):

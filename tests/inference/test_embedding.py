@@ -86,7 +86,7 @@ def test_vector_does_not_depend_on_the_neighbours(lengths, index):
 
 def test_first_token_is_another_pooling():
     rows = sequences([5, 16, 1, 9, 0, 3])
-    found = embed(bert(), rows, pooling="first", normalize=False)
+    found = embed(bert(), rows, pooling="cls", normalize=False)
     np.testing.assert_allclose(found, expected(rows, which=1), **CLOSE)
 
 
@@ -188,8 +188,8 @@ def test_wrong_argument_is_refused(arguments, kind, message):
 
 
 def test_unknown_pooling_is_refused():
-    with pytest.raises(Exception, match="max"):
-        embed(bert(), [[1]], pooling="max")
+    with pytest.raises(InputError, match=r"pooling='first'.*cls, max, mean"):
+        embed(bert(), [[1]], pooling="first")
 
 
 def test_model_without_packing_is_refused():

@@ -25,8 +25,10 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_number(text):
 def test_blank_lines_are_no_sentences(tmp_path):
     sentences = tmp_path / "sentences.txt"
     sentences.write_text("\n\n".join(SENTENCES) + "\n", encoding="utf-8")
-    assert texts.read_sentences(sentences, 4) == list(SENTENCES)
-    assert texts.read_sentences(sentences, 2) == list(SENTENCES[:2])
+    with pytest.warns(PbjaxWarning, match="3 of 7 lines are blank and are left out"):
+        assert texts.read_sentences(sentences, 4) == list(SENTENCES)
+    with pytest.warns(PbjaxWarning):
+        assert texts.read_sentences(sentences, 2) == list(SENTENCES[:2])
 
 
 def test_latin_1_text_is_refused(tmp_path):
