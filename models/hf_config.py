@@ -102,7 +102,9 @@ IGNORED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # One for each family: hashed as itself.
+@dataclass(
+    frozen=True, slots=True, kw_only=True, eq=False
+)  # One for each family: hashed as itself.
 class Schema:
     """What Hugging Face's configuration class of a family says of its fields.
 

@@ -17,9 +17,20 @@ from pbjax.cli.optimize import optimize
 from pbjax.cli.profile import profile
 from pbjax.cli.roofline import roofline
 from pbjax.cli.search import search
+from pbjax.cli.streams import command_streams
 from pbjax.cli.transcribe import transcribe
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _App(typer.Typer):
+    """A Typer whose output may fail."""
+
+    def __call__(self, *args: object, **options: object) -> object:
+        """Runs the command of this process."""
+        with command_streams():
+            return super().__call__(*args, **options)
+
+
+app = _App(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -53,4 +64,4 @@ for command in (
     classify,
     transcribe,
 ):
-    app.command()(exit_codes()(command))
+    app.command(epilog=EPILOG)(exit_codes()(command))

@@ -13,7 +13,8 @@ from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
 EPILOG = (
     "Results go to stdout, progress and warnings to stderr. Exit codes: 0 done; 1 a model, plan or"
     " device that cannot be used; 2 a wrong argument or file; 3 an unsupported configuration;"
-    " 4 tensors that do not fit; 5 outputs that are not the model's; 130 interrupted."
+    " 4 tensors that do not fit; 5 outputs that are not the model's; 130 interrupted;"
+    " 141 nobody reads the output."
 )
 
 
@@ -33,7 +34,8 @@ def exit_codes() -> Generator[None]:
         code = _exit_code(error)
         if code is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        if str(error):  # nothing is said of a pipe that is closed
+            print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(code) from error
 
 
