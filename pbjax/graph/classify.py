@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pbjax.device import Device, ResourceClass
-from pbjax.graph.cost import Cost, equation_cost
+from pbjax.graph.cost import Cost, bodies, equation_cost
 from pbjax.graph.trace import Graph, Operation, body_graph
 
 # A contraction reaches tensor cores only if one of its free sides fills their tiles: a Hopper
@@ -116,10 +116,9 @@ def _share(resource: ResourceClass, labels: Sequence[Label]) -> ClassShare:
 def _label(operation: Operation, device: Device) -> Label:
     params: Mapping = operation.params
     cost = equation_cost(operation.equation)
-    if operation.primitive == "scan":
-        return _nested([params["jaxpr"]], cost, params["length"], device)
-    if operation.primitive == "while":
-        return _nested([params["cond_jaxpr"], params["body_jaxpr"]], cost, 1, device)
+    count, inner = bodies(operation.equation)
+    if inner:
+        return _nested(inner, cost, count, device)
     if operation.primitive == "cond":
         labels = [_nested([branch], cost, 1, device) for branch in params["branches"]]
         return max(labels, key=lambda label: label.seconds)

@@ -1,21 +1,24 @@
 """FLOPs and bytes of one traced equation: the only place that counts them.
 
 FLOPs are counted as XLA counts them, so that whole programs agree with its cost analysis: two for
-each multiply-add, one for each element of an elementwise operation whatever its dtype, and none for
-the transcendental functions, which have a count of their own. Each input is read once and each
-output written once; look-ups and slices count only the bytes they touch. `classify` decides how
-long a device takes.
+each multiply-add, one for each element of an elementwise operation, and none for the transcendental
+functions, which have a count of their own. Other than by XLA, complex numbers count as the real
+arithmetic that they take: eight for each multiply-add, six for a product, two for a sum. Each input
+is read once and each output written once; look-ups and slices count only the bytes they touch.
+`classify` decides how long a device takes.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
 from pbjax.graph.kernel_costs import flops_instead, share_of_pairs, unread_bytes
+from pbjax.graph.linear_algebra import DIRECT, ITERATIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class Cost:
       bytes: Bytes read and written.
       transcendentals: Evaluations of exp, log, tanh, sqrt and the like.
       exact: False where a trip count or a branch is not known before the run: a loop without a
-        known length counts once, a branch as its costliest.
+        known length counts once, a branch as its costliest, eigenvalues by their usual iterations.
       known: False if the primitive is not counted here; its FLOPs are then missing.
     """
 
@@ -81,12 +84,20 @@ def equation_cost(equation: JaxprEqn) -> Cost:
     if name in VIEWS:
         return Cost()
     moved = float(_TOUCHED.get(name, _all_bytes)(equation))
+    parts = _real_parts(equation)
     elements = float(_out_elements(equation))
+    if name in ITERATIVE:
+        products = parts**2 * float(ITERATIVE[name](equation))
+        return Cost(flops=products, bytes=moved, exact=False)
     if name in _TRANSCENDENTAL:
+        elements *= parts
         extra, functions = _TRANSCENDENTAL[name]
         return Cost(flops=extra * elements, transcendentals=functions * elements, bytes=moved)
     if name in _ELEMENTWISE:
-        return Cost(flops=elements, bytes=moved)
+        each = 1 if parts == 1 else _COMPLEX.get(name, 2)
+        return Cost(flops=each * elements, bytes=moved)
+    if name in _PRODUCTS:
+        return Cost(flops=parts**2 * float(_PRODUCTS[name](equation)), bytes=moved)
     if name in _FLOPS:
         return Cost(flops=float(_FLOPS[name](equation)), bytes=moved)
     return Cost(bytes=moved, known=name in _MOVES)
@@ -107,6 +118,12 @@ def _elements(atom) -> int:
 
 def _nbytes(atom) -> int:
     return _elements(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+
+
+def _real_parts(equation: JaxprEqn) -> int:
+    """2 where an operation computes with complex numbers, else 1."""
+    dtypes = (getattr(atom.aval, "dtype", None) for atom in (*equation.invars, *equation.outvars))
+    return 2 if any(getattr(dtype, "kind", "") == "c" for dtype in dtypes) else 1
 
 
 def _out_elements(equation: JaxprEqn) -> int:
@@ -200,17 +217,29 @@ def _valid_taps(
     return count
 
 
+def _step_flops(equation: JaxprEqn) -> int | float:
+    """FLOPs of a step of a reduction: of its own body, or of a sum or product."""
+    if "jaxpr" in equation.params:
+        return _body_cost(equation.params["jaxpr"]).flops
+    if _real_parts(equation) == 1:
+        return 1
+    return 6 if "prod" in equation.primitive.name else 2
+
+
 def _reduce_flops(equation: JaxprEqn) -> int | float:
-    return _elements(equation.invars[0]) - _out_elements(equation)
+    reduced = _elements(equation.invars[0]) - _out_elements(equation)
+    return _step_flops(equation) * reduced
 
 
 def _window_flops(equation: JaxprEqn) -> int | float:
-    return _out_elements(equation) * (math.prod(equation.params["window_dimensions"]) - 1)
+    steps = math.prod(equation.params["window_dimensions"]) - 1
+    return _step_flops(equation) * _out_elements(equation) * steps
 
 
 def _cumulative_flops(equation: JaxprEqn) -> int | float:
     length = _shape(equation.invars[0])[equation.params["axis"]]
-    return _elements(equation.invars[0]) * (length - 1) / length if length else 0
+    steps = _elements(equation.invars[0]) * (length - 1) / length if length else 0
+    return _step_flops(equation) * steps
 
 
 def _sort_flops(equation: JaxprEqn) -> int | float:
@@ -226,7 +255,9 @@ def _power_flops(equation: JaxprEqn) -> int | float:
     """Multiplications by repeated squaring, and a division where the exponent is negative."""
     exponent = abs(equation.params["y"])
     products = exponent.bit_length() + exponent.bit_count() - 2 if exponent else 0
-    return _out_elements(equation) * (products + (equation.params["y"] < 0))
+    product, quotient = (_COMPLEX["mul"], _COMPLEX["div"]) if _real_parts(equation) > 1 else (1, 1)
+    each = product * products + quotient * (equation.params["y"] < 0)
+    return _out_elements(equation) * each
 
 
 def _scatter_flops(equation: JaxprEqn) -> int | float:
@@ -239,9 +270,11 @@ def _random_flops(equation: JaxprEqn) -> int | float:
 
 
 def _fft_flops(equation: JaxprEqn) -> int | float:
+    """Those of the algorithm of Cooley and Tukey; a real transform takes half of them."""
     points = math.prod(equation.params["fft_lengths"])
     elements = max(_elements(equation.invars[0]), _out_elements(equation))
-    return 5 * elements * math.log2(max(points, 2))
+    real = equation.params["fft_type"] in (lax.FftType.RFFT, lax.FftType.IRFFT)
+    return (2.5 if real else 5) * elements * math.log2(max(points, 2))
 
 
 def _attention_flops(equation: JaxprEqn) -> int | float:
@@ -251,19 +284,28 @@ def _attention_flops(equation: JaxprEqn) -> int | float:
     return 4 * math.prod(query) * length
 
 
-_FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
+# Of complex numbers, multiply-adds take four of real ones.
+_PRODUCTS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,
     "conv_general_dilated": _conv_flops,
+    "dot_product_attention_fwd_wrapper": _attention_flops,
+    **DIRECT,
+}
+
+# FLOPs of an elementwise operation on complex numbers; two where none are given.
+_COMPLEX: Mapping[str, int] = {"mul": 6, "div": 11, "square": 6, "abs": 3, "conj": 1}
+
+_FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "integer_pow": _power_flops,
     "sort": _sort_flops,
     "top_k": _top_k_flops,
     "approx_top_k": _top_k_flops,
     "fft": _fft_flops,
-    "dot_product_attention_fwd_wrapper": _attention_flops,
     **dict.fromkeys(_SCATTERS, _scatter_flops),
     **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), _random_flops),
     **dict.fromkeys(("random_fold_in", "random_split", "random_seed"), _random_flops),
+    "reduce_window": _window_flops,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window_flops),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative_flops),
     **dict.fromkeys(
@@ -335,6 +377,8 @@ CALLS: Mapping[str, str] = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_partitioning": "call",
 }
 
 
@@ -343,13 +387,31 @@ def _body_cost(body: Jaxpr | ClosedJaxpr) -> Cost:
     return total_cost(equation_cost(equation) for equation in jaxpr.eqns)
 
 
-def _scan_cost(equation: JaxprEqn) -> Cost:
-    return _body_cost(equation.params["jaxpr"]).times(equation.params["length"])
+def bodies(equation: JaxprEqn) -> tuple[int, tuple[Jaxpr | ClosedJaxpr, ...]]:
+    """How often a loop, or a call for each device of a mesh, runs, and the bodies that it runs.
+
+    A loop of unknown length is taken to run once. Other operations, and branches, have no bodies.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            return params["length"], (params["jaxpr"],)
+        case "while":
+            return 1, (params["cond_jaxpr"], params["body_jaxpr"])
+        case "shard_map":
+            return params["mesh"].size, (params["jaxpr"],)
+        case "custom_linear_solve":
+            return 1, (params["jaxprs"].solve,)
+    return 1, ()
+
+
+def _repeated_cost(equation: JaxprEqn) -> Cost:
+    count, inner = bodies(equation)
+    return total_cost(map(_body_cost, inner)).times(count)
 
 
 def _while_cost(equation: JaxprEqn) -> Cost:
-    once = _body_cost(equation.params["cond_jaxpr"]) + _body_cost(equation.params["body_jaxpr"])
-    return once + Cost(exact=False)
+    return _repeated_cost(equation) + Cost(exact=False)
 
 
 def _cond_cost(equation: JaxprEqn) -> Cost:
@@ -387,7 +449,9 @@ def _kernel_cost(equation: JaxprEqn) -> Cost:
 
 _NESTED: Mapping[str, Callable[[JaxprEqn], Cost]] = {
     KERNEL: _kernel_cost,
-    "scan": _scan_cost,
+    "scan": _repeated_cost,
+    "shard_map": _repeated_cost,
+    "custom_linear_solve": _repeated_cost,
     "while": _while_cost,
     "cond": _cond_cost,
     "pallas_call": _pallas_cost,

@@ -29,7 +29,13 @@ from pbjax.roofline.measure import Place, Staged, measure_stages
 from pbjax.roofline.names import Namer, leaf_names
 from pbjax.roofline.points import Memory, OperationKind, Point, Traffic, merged
 from pbjax.roofline.result import Roofline
-from pbjax.roofline.times import attention_slowdown, bandwidth, launches_s, product_s
+from pbjax.roofline.times import (
+    attention_slowdown,
+    bandwidth,
+    contractions_inside,
+    launches_s,
+    product_s,
+)
 from pbjax.roofline.traffic import (
     CONTRACTIONS,
     Holds,
@@ -381,4 +387,7 @@ def _kind(operation: Operation, moved: Moved, position: int, contracts: bool) ->
 
 
 def _dtype(operation: Operation) -> str:
+    inside = contractions_inside(operation)
+    if inside:
+        return _dtype(max(inside, key=lambda each: equation_cost(each.equation).flops))
     return str(getattr(operation.equation.invars[0].aval, "dtype", ""))

@@ -31,7 +31,7 @@ class Roofline:
       tokens: Tokens that a call takes in; 0 if not known.
       cached: Tokens that a row's cache holds with the new ones; 0 without one, or if not known.
       unknown: Primitives whose cost is not known: they count by their bytes.
-      exact: False if a loop's length or a branch is decided only when it runs.
+      exact: False if a loop's length, a branch or iterations are decided only when it runs.
       measured: Measured seconds; None if it was not measured.
     """
 
@@ -203,7 +203,10 @@ def summary_text(report: Roofline) -> str:
     if report.unknown:
         lines.append(f"cost unknown, counted by bytes: {', '.join(report.unknown)}")
     if not report.exact:
-        lines.append("a loop without a known length counts once, a branch as its costliest")
+        lines.append(
+            "a loop without a known length counts once, a branch as its costliest, eigenvalues by "
+            "their usual iterations"
+        )
     return "\n".join(line for text in lines for line in wrapped(text))
 
 

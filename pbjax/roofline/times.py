@@ -7,15 +7,18 @@ products, since no fused attention reaches the rate of a large product.
 import math
 from collections.abc import Mapping
 from functools import cache
+from operator import mul
 
 from pallas_kernels.decode_attention.splits import choose_splits
 from pallas_kernels.gemm import tiles
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
 from pbjax.device import Device
-from pbjax.graph.trace import Operation
+from pbjax.graph.cost import bodies, equation_cost
+from pbjax.graph.trace import Operation, body_graph
 from pbjax.planning.ceilings import ATTENTION_TOKENS
 from pbjax.roofline.points import OperationKind
+from pbjax.roofline.traffic import CONTRACTIONS
 
 # Rows of queries, and of keys, in a tile of fused attention.
 TILE = 128
@@ -24,6 +27,7 @@ LARGE = 8192
 # Kernels that join the parts of a split cache: weights of the parts, their sum, its layout.
 JOINING = 3
 _PRODUCTS = ("gemm", "gated_gemm", "normed_gemm", "gemm_for_norm")
+_CONTRACTIONS = CONTRACTIONS | {KERNEL, "dot_product_attention_fwd_wrapper"}
 _ATTENTIONS = ("attention", "dot_product_attention_fwd_wrapper")
 
 
@@ -40,9 +44,16 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
     and after the last, which costs about one tile more: few tiles reach a lower rate.
 
     Args:
-      operation: A contraction between activations, or a kernel of a whole attention.
+      operation: A contraction between activations, a kernel of a whole attention, or a loop or
+        branch with such inside.
       device: The device; without a rate of attention nothing is slower.
     """
+    if inside := contractions_inside(operation):
+        flops = [equation_cost(each.equation).flops for each in inside]
+        slowed = [attention_slowdown(each, device) for each in inside]
+        return sum(map(mul, flops, slowed)) / sum(flops) if any(flops) else 1.0
+    if operation.primitive not in _CONTRACTIONS:
+        return 1.0
     share, steps = _executed(operation)
     rates = device.attention_flops_per_s
     if not rates:
@@ -52,6 +63,16 @@ def attention_slowdown(operation: Operation, device: Device) -> float:
     dtype = str(getattr(operation.equation.invars[0].aval, "dtype", ""))
     ends = (1 + 1 / steps) / (1 + TILE / ATTENTION_TOKENS)
     return share * ends * device.contraction_flops_per_s(dtype) / rate
+
+
+def contractions_inside(operation: Operation) -> list[Operation]:
+    """The contractions in the bodies of a loop or branch; none for any other operation."""
+    _, inner = bodies(operation.equation)
+    found: list[Operation] = []
+    for body in (*inner, *operation.params.get("branches", ())):
+        for each in body_graph(body, operation).operations:
+            found += [each] if each.primitive in _CONTRACTIONS else contractions_inside(each)
+    return found
 
 
 def product_s(operation: Operation, device: Device) -> float:

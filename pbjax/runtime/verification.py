@@ -75,6 +75,8 @@ def _is_key(x: Array) -> bool:
 def _redrawn(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
     if values.size == 0 or values.dtype == bool:
         return values
+    if np.iscomplexobj(values):
+        return _redrawn(rng, values.real) + 1j * _redrawn(rng, values.imag)
     low, high = values.min(), values.max()
     if np.issubdtype(values.dtype, np.integer):
         return rng.integers(low, high, values.shape, endpoint=True) if high - low > 1 else values

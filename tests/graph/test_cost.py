@@ -259,6 +259,58 @@ def test_call_costs_what_its_body_does(wrap):
     assert cost_of(wrap(jnp.square), X) == cost_of(jnp.square, X)
 
 
+COMPLEX = spec(8, 8, dtype=jnp.complex64)
+
+
+@pytest.mark.parametrize(
+    ("f", "flops"),
+    [
+        (lambda x: x @ x, 8 * 8**3),
+        (lambda x: x * x, 6 * 64),
+        (lambda x: x + x, 2 * 64),
+        (lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "VALID"), 8 * 64),
+        (lambda x: lax.reduce_sum_p.bind(x, axes=(0, 1), out_sharding=None), 2 * 63),
+        (lambda x: lax.fft(x, "fft", (8,)), 5 * 64 * 3),
+    ],
+)
+def test_complex_numbers_count_as_the_real_arithmetic_they_take(f, flops):
+    assert cost_of(f, COMPLEX).flops == flops
+
+
+def _solve(a, b, unit=False):
+    return lax.linalg.triangular_solve(a, b, left_side=True, lower=True, unit_diagonal=unit)
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "flops"),
+    [
+        (_solve, [(3, 6, 6), (3, 6, 5)], 3 * 5 * 36),
+        (functools.partial(_solve, unit=True), [(6, 6), (6, 5)], 5 * (36 - 6)),
+        (lax.linalg.cholesky_p.bind, [(3, 6, 6)], 3 * 6**3 / 3),
+        (lax.linalg.lu, [(6, 6)], 2 * 6**3 / 3),
+        (lax.linalg.lu_p.bind, [(8, 6)], 36 * (8 - 6 / 3)),
+        (lambda x: lax.linalg.qr(x, full_matrices=False), [(8, 6)], 2 * 2 * 36 * (8 - 6 / 3)),
+        (lambda x: lax.fft(x, "rfft", (8,)), [(4, 8)], 2.5 * 32 * 3),
+    ],
+)
+def test_factorisations_have_their_textbook_counts(f, shapes, flops):
+    jaxpr = jax.make_jaxpr(f)(*(spec(*shape) for shape in shapes))
+    costs = [equation_cost(e) for e in jaxpr.eqns]
+    assert max(c.flops for c in costs) == pytest.approx(flops)
+
+
+def test_iterative_factorisations_are_counted_and_said_to_be_no_exact_count():
+    assert cost_of(jnp.linalg.svd, spec(8, 6)).flops == 4 * 64 * 6 + 8 * 8 * 36 + 9 * 216
+    assert not cost_of(lambda x: lax.linalg.eigh(x, symmetrize_input=False), spec(6, 6)).exact
+
+
+def test_a_reduction_costs_what_its_own_body_does():
+    def f(x):
+        return lax.reduce(x, 0.0, lambda a, b: a + b * b, (1,))
+
+    assert cost_of(f, X).flops == 2 * (32 - 4)
+
+
 def test_unknown_primitive_is_marked_and_counted_by_its_bytes():
     def f(x):
         return jax.pure_callback(lambda x: x, spec(4, 8), x)

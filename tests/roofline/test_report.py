@@ -284,11 +284,56 @@ def test_memory_counts_weights_inputs_and_what_is_alive():
 
 def test_a_loop_without_a_length_and_an_unknown_cost_are_reported():
     def model(x):
-        return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.linalg.cholesky(c @ c), x)
+        return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jax.lax.igamma(c, c @ c), x)
 
     found = report(model, spec(8, 8, dtype=jnp.float32))
     assert not found.exact
     assert found.unknown == ("while",)
+
+
+def attend(q, k):
+    return jax.nn.softmax(q @ k.mT) @ k
+
+
+_in_vmap = jax.custom_batching.custom_vmap(attend)
+MESH = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+NESTED = {
+    "cond": lambda q, k, c: jax.lax.cond(c, attend, lambda q, k: q, q, k),
+    "product": lambda q, k, c: jax.lax.cond(c, lambda q, k: q @ k.mT @ k, lambda q, k: q, q, k),
+    "switch": lambda q, k, c: jax.lax.switch(c.astype(int), [attend, lambda q, k: q], q, k),
+    "while": lambda q, k, c: jax.lax.while_loop(
+        lambda s: s[0].sum() > 9, lambda s: (attend(*s), k), (q, k)
+    )[0],
+    "scan": lambda q, k, c: jax.lax.scan(lambda x, _: (attend(x, k), None), q, None, length=1)[0],
+    "remat": lambda q, k, c: jax.checkpoint(attend)(q, k),
+    "custom_vmap": lambda q, k, c: _in_vmap(q, k),
+    "shard_map": lambda q, k, c: jax.shard_map(
+        attend, mesh=MESH, in_specs=jax.P("i"), out_specs=jax.P("i")
+    )(q, k),
+}
+
+
+@pytest.mark.parametrize("outer", ["", "cond", "scan"])
+@pytest.mark.parametrize("name", NESTED)
+def test_attention_is_counted_inside_anything_that_has_a_body(name, outer):
+    """The time of a branch on a GPU was that of its predicate, which has no width."""
+
+    def inner(q, k, c):
+        return NESTED[name](q, k, c)
+
+    def function(q, k, c):
+        if outer == "cond":
+            return jax.lax.cond(c, inner, lambda q, k, c: q, q, k, c)
+        if outer == "scan":
+            return jax.lax.scan(lambda x, _: (inner(x, k, c), None), q, None, length=1)[0]
+        return inner(q, k, c)
+
+    found = report(function, *[spec(2, 256, 64, dtype=jnp.float32)] * 2, spec(dtype=jnp.bool))
+    assert found.unknown == ()
+    products = 2 * 2 * 2 * 256 * 256 * 64
+    assert products <= sum(point.flops for point in found.points) < 1.1 * products
+    assert {point.dtype for point in found.points} <= {"", "float32"}
+    assert any(point.kind == "attention" and point.tensor_s > 0 for point in found.points)
 
 
 def test_a_report_prints_as_text():

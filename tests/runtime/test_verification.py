@@ -60,6 +60,16 @@ def test_floats_are_drawn_anew_around_the_example():
     assert abs(float(fresh.std()) - 2) < 0.5
 
 
+def test_both_parts_of_complex_numbers_are_drawn_anew():
+    x = normal(0, 400, 3) + 2j + 3j * normal(1, 400, 3)
+    (fresh,) = fresh_inputs((x,), (0,), 0)
+    assert fresh.dtype == x.dtype
+    assert not np.isin(np.asarray(fresh).imag, np.asarray(x).imag).any()
+    assert abs(float(fresh.imag.mean()) - 2) < 0.5
+    assert abs(float(fresh.imag.std()) - 3) < 0.5
+    assert abs(float(fresh.real.std()) - 1) < 0.2
+
+
 @pytest.mark.parametrize(
     "values", [[0.0, -np.inf, 0.0, -np.inf], [0.0, 1.0, 1.0, 0.0], [0.0, -1e9, 0.0, 0.0]]
 )
