@@ -1,9 +1,8 @@
 """Presets with few layers: what is tested of them does not depend on how many there are."""
 
-from dataclasses import replace
+import json
 from functools import cache
-
-from flax import nnx
+from pathlib import Path
 
 from models.presets import ModelShape, find_shape
 
@@ -11,7 +10,12 @@ from models.presets import ModelShape, find_shape
 @cache
 def few_layers(name: str, num_layers: int = 2) -> ModelShape:
     """A preset's sizes with another number of layers."""
-    shape = find_shape(name)
-    config = replace(shape.config, num_layers=num_layers)
-    module = nnx.eval_shape(lambda: shape.family.build(config, "bfloat16"))
-    return replace(shape, config=config, module=module)
+    return find_shape(name, num_layers=num_layers)
+
+
+def long_gpt2(folder: Path) -> Path:
+    """Makes a folder of the small GPT-2, with positions enough for the lengths of a study."""
+    config = json.loads((Path(__file__).parent / "data" / "gpt2" / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "n_positions": 1024}))
+    return folder

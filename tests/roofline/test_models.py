@@ -1,6 +1,7 @@
 """FLOPs of the six families against counts by hand, and rooflines of full-size models."""
 
 import time
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -15,6 +16,7 @@ from pbjax.graph.cost import equation_cost
 from pbjax.graph.functional import functional
 from pbjax.graph.trace import trace
 from pbjax.roofline.report import roofline_report
+from tests.shapes import few_layers
 
 H200 = find_device("NVIDIA H200")
 B, T = 4, 128
@@ -93,12 +95,12 @@ def conformer(config):
 
 @cache
 def call(name, phase):
-    shape = find_shape(name)
+    shape = few_layers(name)
     return shape.config, shape.call(phase, B, None if name.startswith("vit") else T)
 
 
 def conformer_call():
-    config = ConformerConfig.conformer_l()
+    config = replace(ConformerConfig.conformer_l(), num_layers=2)
     model = nnx.eval_shape(lambda: ConformerEncoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     return config, model, (jax.ShapeDtypeStruct((B, T, config.embed_dim), jnp.bfloat16),)
 
@@ -143,14 +145,14 @@ def test_flops_are_those_counted_by_hand(name):
     assert not found.unknown
 
 
-def report(name, phase, batch, seq):
-    found = find_shape(name).call(phase, batch, seq)
+def report(name, phase, batch, seq, shape_of=few_layers):
+    found = shape_of(name).call(phase, batch, seq)
     return roofline_report(found.function, *found.inputs, device=H200, cache=found.cache)
 
 
 def test_llama3_8b_takes_less_than_ten_seconds_and_no_weights():
     start = time.process_time()  # Of this process alone, whatever else the machine does.
-    found = report("llama3-8b", "prefill", 8, 512)
+    found = report("llama3-8b", "prefill", 8, 512, find_shape)
     assert time.process_time() - start < 10
     assert found.memory.weight_bytes == 16_060_522_752
 
@@ -161,7 +163,7 @@ def test_a_decode_step_reads_each_weight_once_and_the_cache_once():
     table = 2 * 128_256 * 4096
     assert traffic.weights == pytest.approx(memory.weight_bytes - table, rel=1e-3)
     assert traffic.kv_cache == pytest.approx(memory.kv_cache_bytes, rel=2e-3)
-    assert found.total.seconds >= (16.06e9 - table) / 4.8e12
+    assert found.total.seconds >= (memory.weight_bytes - table) / 4.8e12
 
 
 @pytest.mark.parametrize("batch", [1, 64, 1024])
@@ -182,7 +184,7 @@ def test_dense_layers_leave_memory_at_a_large_batch():
 
 def test_stages_are_the_scopes_of_the_model():
     found = report("llama3.2-1b", "prefill", 2, 64)
-    assert [s.name for s in found.stages if s.repeats == 16] == ["attention", "mlp"]
+    assert [s.name for s in found.stages if s.repeats == 2] == ["attention", "mlp"]
     groups = {s.name: [p.name for p in s.points if p.kind != "other"] for s in found.stages}
     assert groups["attention"] == ["query", "key", "value", "attention", "output"]
     assert groups["mlp"] == ["gate", "up", "down"]
@@ -197,11 +199,12 @@ def test_kernels_change_neither_stages_nor_flops():
         kernels = report("llama3.2-1b", "decode", 8, 256)
     assert kernels.total.flops == pytest.approx(plain.total.flops, rel=1e-2)
     assert kernels.total.traffic.kv_cache == pytest.approx(plain.total.traffic.kv_cache, rel=1e-2)
-    assert kernels.total.seconds == pytest.approx(plain.total.seconds, rel=2e-2)
+    blocks = [sum(s.seconds for s in r.stages if s.name != "head") for r in (kernels, plain)]
+    assert blocks[0] == pytest.approx(blocks[1], rel=2e-2)
 
 
 @pytest.mark.parametrize("name", ["minilm", "gpt2", "bloom-560m", "vit-base", "lasr-ctc"])
 def test_presets_have_their_phases(name):
     assert name in PRESETS
-    phases = find_shape(name).phases
+    phases = few_layers(name).phases
     assert phases == (("prefill", "decode") if name in ("gpt2", "bloom-560m") else ("forward",))
