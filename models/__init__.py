@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from models.bert.modules import BertModel, BertOutput
     from models.bloom.config import BloomConfig
     from models.bloom.modules import BloomModel
+    from models.chat import ChatTemplate, load_chat_template
     from models.checkpoint import load, load_parameters, load_tokenizer
     from models.companions import (
         load_labels,
@@ -66,6 +67,7 @@ _MODULES = {
     "BloomConfig": "bloom.config",
     "BloomModel": "bloom.modules",
     "CausalOutput": "layers",
+    "ChatTemplate": "chat",
     "CheckpointError": "errors",
     "CheckpointWarning": "errors",
     "ConfigError": "errors",
@@ -93,6 +95,7 @@ _MODULES = {
     "Wav2Vec2ConformerModel": "wav2vec2_conformer.modules",
     "convert": "conversion",
     "load": "checkpoint",
+    "load_chat_template": "chat",
     "load_labels": "companions",
     "load_parameters": "checkpoint",
     "load_preprocessor": "companions",
@@ -111,6 +114,7 @@ __all__ = [
     "BloomConfig",
     "BloomModel",
     "CausalOutput",
+    "ChatTemplate",
     "CheckpointError",
     "CheckpointWarning",
     "ConfigError",
@@ -138,6 +142,7 @@ __all__ = [
     "Wav2Vec2ConformerModel",
     "convert",
     "load",
+    "load_chat_template",
     "load_labels",
     "load_parameters",
     "load_preprocessor",

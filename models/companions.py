@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
+from models.chat import SPECIAL_TOKENS, TEMPLATE
 from models.checkpoint import load_tokenizer
 from models.errors import CheckpointError
 from models.hf_folder import find_folder, read_json
@@ -33,6 +34,8 @@ DEFAULT_STOP_TOKENS = {"bloom": 2, "gpt2": 50256, "llama": 2}
 COPIED = (
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TEMPLATE,
+    SPECIAL_TOKENS,
     GENERATION,
     VOCABULARY,
     *(name for name, _ in PREPROCESSORS),

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pbjax.cli.model_folder import Shape, find_folder, load
-from pbjax.cli.options import Folder, Json, StoredDtype
+from pbjax.cli.options import Folder, Json, StoredDtype, input_option
+from pbjax.errors import InputError
+from pbjax.text_tables import printable
 
 if TYPE_CHECKING:
     from pbjax.inference.generation import Completion, Token
@@ -25,7 +28,19 @@ def continues_text(shape: Shape) -> bool:
 
 def generate(
     model: Folder,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be repeated.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, or to answer; may be repeated.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, input_option(help="Such texts, one a line; - is standard input.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Each prompt is a user's message, by the folder's template."),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="Message of the system before it, for --chat.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[
         float, typer.Option(help="What scores are divided by; 0 takes the best token.")
@@ -48,6 +63,12 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue texts by a GPT-2, BLOOM or LLaMA; one prompt is printed as it grows."""
+    prompt = _texts(prompt, prompts)
+    if system is not None and not chat:
+        raise InputError(
+            f"generate(--system {system!r}): no chat; it is allowed with --chat; add it, or leave "
+            "--system out"
+        )
     models = import_module("models")
     shape = find_folder(model, "generate", continues_text, "a GPT-2, BLOOM or LLaMA with its head")
     tokenizer = models.load_tokenizer(model)
@@ -56,7 +77,9 @@ def generate(
 
     asked = partial(
         stream,
-        prompts=prompt,
+        prompts=None if chat else prompt,
+        messages=_messages(prompt, system) if chat else None,
+        chat_template=models.load_chat_template(model) if chat else None,
         max_new_tokens=max_new_tokens,
         tokenizer=tokenizer,
         temperature=temperature,
@@ -82,8 +105,35 @@ def generate(
         print(json.dumps({"completions": _described(prompt, completions), **times.to_dict()}))
     elif len(prompt) > 1:
         for text, completion in zip(prompt, completions, strict=True):
-            print(f"--- {text}\n{completion.text}")
+            print(f"--- {shown(text)}\n{shown(completion.text or '')}")
     print(times, file=sys.stderr)
+
+
+def _texts(prompt: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts of the command line, or of a file."""
+    if (file is None) == (not prompt):
+        raise InputError(
+            "generate(): --prompt and --prompts are both given or both absent; one of them is "
+            "needed; give a text by --prompt TEXT or a file by --prompts FILE"
+        )
+    if file is None:
+        return list(prompt or ())
+    from pbjax.inference.texts import read_lines
+
+    return read_lines(file, "--prompts")
+
+
+def _messages(prompts: list[str], system: str | None) -> list[list[dict[str, object]]]:
+    """A conversation for each prompt."""
+    first: list[dict[str, object]] = []
+    if system is not None:
+        first = [{"role": "system", "content": system}]
+    return [[*first, {"role": "user", "content": prompt}] for prompt in prompts]
+
+
+def shown(text: str) -> str:
+    """A text of several lines as it may go to a terminal."""
+    return printable(text, keep="\n\t")
 
 
 class Times:
@@ -129,7 +179,7 @@ def _gather(tokens: "Iterator[Token]", count: int, *, show: bool) -> "list[Compl
     for token in tokens:
         found[token.sequence].append(token)
         if show:
-            print(token.text, end="", flush=True)
+            print(shown(token.text or ""), end="", flush=True)
     if show:
         print()
     return [Completion.of(tokens) for tokens in found]

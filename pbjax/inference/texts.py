@@ -34,10 +34,14 @@ class SimilarPair:
     cosine: float
 
 
-def read_lines(path: Path) -> list[str]:
+def read_lines(path: Path, option: str = "--texts") -> list[str]:
     """Every line of a text file or of standard input as it is, without a byte-order mark.
 
     Lines end as editors and `wc -l` count them: at a line feed, with or without a carriage return.
+
+    Args:
+      path: The file.
+      option: The option that gave it, for messages.
 
     Raises:
       FileError: The file cannot be read, or has no line that is not blank.
@@ -46,12 +50,12 @@ def read_lines(path: Path) -> list[str]:
         text = read_bytes(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
-            f"--texts {path}: {error}; a UTF-8 text file with one sentence a line is allowed; "
+            f"{option} {path}: {error}; a UTF-8 text file with one text a line is allowed; "
             "give another file"
         ) from error
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not any(line.strip() for line in lines):
-        raise FileError(f"--texts {path}: no sentence; one or more are needed; write one a line")
+        raise FileError(f"{option} {path}: no text; one or more are needed; write one a line")
     return lines
 
 

@@ -159,6 +159,30 @@ def test_converted_model_generates_the_same(folder, tmp_path):
     assert one == two
 
 
+def test_messages_are_written_by_the_template_of_the_folder(folder):
+    template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w7"
+    path = folder("llama", tokenizer_config={"chat_template": template})
+    options = ("--chat", "--system", "w8", "--prompts", "-", "--max-new-tokens", 6, "--json")
+    found = json.loads(done("generate", path, *options, given=b"w3 w4\n").stdout)["completions"]
+    (expected,) = pbjax.generate(load("llama"), [[9, 8, 9, 3, 4, 7]], max_new_tokens=6)
+    assert tuple(found[0]["token_ids"]) == expected.token_ids
+    (same,) = pbjax.generate(
+        load("llama"),
+        messages=[{"role": "system", "content": "w8"}, {"role": "user", "content": "w3 w4"}],
+        chat_template=models.load_chat_template(path),
+        tokenizer=models.load_tokenizer(path),
+        max_new_tokens=6,
+    )
+    assert same.token_ids == expected.token_ids
+
+
+def test_chat_is_refused_without_a_template(folder):
+    path = folder("llama")
+    assert "has no chat template" in refused("generate", path, "--chat", "--prompt", "w1")
+    assert "--system 'w1'" in refused("generate", path, "--system", "w1", "--prompt", "w1")
+    assert "--prompt and --prompts are both given or both absent" in refused("generate", path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -291,7 +315,7 @@ def test_embed_refuses_in_one_line(folder, sentences, tmp_path):
     assert "--texts and --text are both given" in refused("embed", path, *both)
     assert "none.txt" in refused("embed", path, "--texts", tmp_path / "none.txt")
     sentences.write_text("\n\n")
-    assert "no sentence; one or more are needed" in refused("embed", path, "--texts", sentences)
+    assert "no text; one or more are needed" in refused("embed", path, "--texts", sentences)
 
 
 # classify

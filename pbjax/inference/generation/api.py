@@ -20,7 +20,14 @@ from pbjax.inference.generation.decoding import (
     begin,
     window,
 )
-from pbjax.inference.generation.prompts import Prompts, bucket, read_prompts
+from pbjax.inference.generation.prompts import (
+    ChatTemplate,
+    Messages,
+    Prompts,
+    bucket,
+    read_messages,
+    read_prompts,
+)
 from pbjax.inference.generation.results import Completion, FinishReason, Token
 from pbjax.inference.generation.sampling import Sampling, settings_of
 from pbjax.inference.generation.text import TextStream, check_stop_strings
@@ -52,9 +59,11 @@ class Request:
 
 def generate(
     model: CachedDecoder,
-    prompts: PromptRows,
+    prompts: PromptRows | None = None,
     *,
     max_new_tokens: SupportsIndex,
+    messages: Messages | Sequence[Messages] | None = None,
+    chat_template: ChatTemplate | None = None,
     attention_mask: MaskRows | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
     temperature: float = 0.0,
@@ -77,6 +86,9 @@ def generate(
         as the GPT-2, BLOOM and LLaMA of `models`.
       prompts: A text, texts, rows of token ids, or an array of them.
       max_new_tokens: Tokens to generate for each prompt at most.
+      messages: In place of prompts, a conversation or several: lists of mappings such as
+        {"role": "user", "content": "Hello"}; the model answers.
+      chat_template: From `models.load_chat_template`; needed for messages.
       attention_mask: 1 for tokens, 0 for padding on the left, on the right or both.
       tokenizer: From `models.load_tokenizer`; needed for texts and stop strings.
       temperature: Divisor of the scores; 0 takes the best token each time.
@@ -99,7 +111,7 @@ def generate(
     """
     request = _request(
         model,
-        read_prompts(prompts, attention_mask, tokenizer, _vocab_size(model)),
+        _prompts(model, prompts, attention_mask, messages, chat_template, tokenizer),
         max_new_tokens=max_new_tokens,
         sampling=Sampling(
             temperature=temperature,
@@ -121,9 +133,11 @@ def generate(
 
 def stream(
     model: CachedDecoder,
-    prompts: PromptRows,
+    prompts: PromptRows | None = None,
     *,
     max_new_tokens: SupportsIndex,
+    messages: Messages | Sequence[Messages] | None = None,
+    chat_template: ChatTemplate | None = None,
     attention_mask: MaskRows | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
     temperature: float = 0.0,
@@ -145,7 +159,7 @@ def stream(
     """
     request = _request(
         model,
-        read_prompts(prompts, attention_mask, tokenizer, _vocab_size(model)),
+        _prompts(model, prompts, attention_mask, messages, chat_template, tokenizer),
         max_new_tokens=max_new_tokens,
         sampling=Sampling(
             temperature=temperature,
@@ -160,6 +174,30 @@ def stream(
         stop_strings=stop_strings,
     )
     return _run(request, 1)
+
+
+def _prompts(
+    model: CachedDecoder,
+    prompts: PromptRows | None,
+    attention_mask: MaskRows | None,
+    messages: Messages | Sequence[Messages] | None,
+    chat_template: ChatTemplate | None,
+    tokenizer: tokenizers.Tokenizer | None,
+) -> Prompts:
+    vocab_size = _vocab_size(model)
+    if (prompts is None) == (messages is None):
+        raise InputError(
+            "generate(): prompts and messages are both given or both absent; one of them is needed;"
+            " pass prompts, or messages= with chat_template="
+        )
+    if prompts is not None:
+        return read_prompts(prompts, attention_mask, tokenizer, vocab_size)
+    if attention_mask is not None:
+        raise InputError(
+            "generate(attention_mask): there are messages; a mask is for token ids; leave it out"
+        )
+    assert messages is not None
+    return read_messages(messages, chat_template, tokenizer, vocab_size)
 
 
 def _vocab_size(model: CachedDecoder) -> int:

@@ -3,8 +3,9 @@
 Padding is removed here on both sides, so that nothing after this depends on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -17,6 +18,17 @@ from pbjax.inference.texts import check_unicode
 SMALLEST_BUCKET, BUCKET_MULTIPLE = 16, 8
 # For models without a longest sequence; longer sequences get arrays of their own length.
 LARGEST_BUCKET = 2**20
+
+
+type Messages = Sequence[Mapping[str, object]]
+
+
+class ChatTemplate(Protocol):
+    """What makes a text of messages, such as `models.load_chat_template` reads."""
+
+    def render(self, messages: Messages) -> str:
+        """Returns the text of a conversation, up to where the model's answer begins."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +90,7 @@ def read_prompts(
         not fit or has a hole, or texts come without a tokenizer.
       InputTypeError: Prompts or tokenizer are of another type.
     """
-    if tokenizer is not None and not isinstance(tokenizer, tokenizers.Tokenizer):
-        raise InputTypeError(
-            f"generate(tokenizer): a {type(tokenizer).__name__}; a tokenizers.Tokenizer is "
-            "allowed; pass models.load_tokenizer(FOLDER)"
-        )
+    _check_tokenizer(tokenizer)
     texts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(texts, Sequence | np.ndarray) or getattr(texts, "ndim", 1) == 0:
         raise InputTypeError(
@@ -95,6 +103,62 @@ def read_prompts(
         rows = _encode(texts, attention_mask, tokenizer)
     else:
         rows = _strip(_integer_rows(texts), attention_mask)
+    return _checked(rows, vocab_size)
+
+
+def read_messages(
+    messages: Messages | Sequence[Messages],
+    chat_template: ChatTemplate | None,
+    tokenizer: tokenizers.Tokenizer | None,
+    vocab_size: int,
+) -> Prompts:
+    """Turns conversations into rows of tokens, by a chat template that writes all special ones.
+
+    Args:
+      messages: A conversation, or several.
+      chat_template: Template of the model.
+      tokenizer: Tokenizer; its truncation and padding are turned off.
+      vocab_size: Number of tokens; ids are below it.
+
+    Raises:
+      InputError: There is no message, no template or no tokenizer.
+      InputTypeError: The messages are of another type.
+    """
+    _check_tokenizer(tokenizer)
+    if tokenizer is None or chat_template is None:
+        raise InputError(
+            "generate(messages): there is no tokenizer, or no chat template; both are needed; pass "
+            "tokenizer=models.load_tokenizer(FOLDER) and "
+            "chat_template=models.load_chat_template(FOLDER)"
+        )
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InputTypeError(
+            f"generate(messages): a {type(messages).__name__}; a list of messages, or several such "
+            "lists, are allowed; pass for instance [{'role': 'user', 'content': 'Hello'}]"
+        )
+    single = bool(messages) and isinstance(messages[0], Mapping)
+    chats: list[Messages] = [messages] if single else list(messages)  # pyrefly: ignore[bad-assignment]
+    if not chats or not all(chats):
+        raise InputError(
+            "generate(messages): a conversation has none; one or more are needed; give a message"
+        )
+    texts = [chat_template.render(chat) for chat in chats]
+    check_unicode("generate(messages)", texts)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return _checked([encoding.ids for encoding in encoded], vocab_size)
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if tokenizer is not None and not isinstance(tokenizer, tokenizers.Tokenizer):
+        raise InputTypeError(
+            f"generate(tokenizer): a {type(tokenizer).__name__}; a tokenizers.Tokenizer is "
+            "allowed; pass models.load_tokenizer(FOLDER)"
+        )
+
+
+def _checked(rows: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> Prompts:
     for index, row in enumerate(rows):
         _check_row(index, row, vocab_size)
     return Prompts(rows=tuple(tuple(int(token) for token in row) for row in rows))
@@ -118,7 +182,15 @@ def _encode(texts, attention_mask, tokenizer) -> list[Sequence[int]]:
     check_unicode("generate(prompts)", texts)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    return [_begun_once(encoding) for encoding in tokenizer.encode_batch(list(texts))]
+
+
+def _begun_once(encoding: tokenizers.Encoding) -> list[int]:
+    """The tokens of a text, which may itself begin with what the tokenizer puts before all."""
+    ids, added = encoding.ids, encoding.special_tokens_mask
+    count = added.index(0) if 0 in added else 0
+    doubled = count and ids[count : 2 * count] == ids[:count] and not any(added[count : 2 * count])
+    return ids[count:] if doubled else ids
 
 
 def _integer_rows(prompts) -> list[np.ndarray]:
