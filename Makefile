@@ -1,6 +1,6 @@
 # make demo   set everything up and run the main job: optimise MiniLM and embed sentences
 # make test   set everything up and run the tests, but for those that are marked long
-# make test-all   all tests, on programs compiled as users compile them
+# make test-all   all tests
 # make check  the checks of style, types and imports
 # Needs Python 3.12 or newer: PYTHON=/path/to/python3 names one that is not found.
 
@@ -18,11 +18,13 @@ demo: $(VENV)/installed
 	$(BIN)/pbjax optimize $(MINILM) --texts scripts/sentences.txt --batch 96 --seq 64 --exhaustive
 	$(BIN)/pbjax embed $(MINILM) --texts scripts/sentences.txt --similar 3
 
-# Most of a quick run is compiling. Without optimization and with the emitters that XLA had before it
-# built a pipeline of MLIR for every fused loop, it takes a quarter of the time.
-test: export XLA_FLAGS = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
-	--xla_cpu_parallel_codegen_split_count=1 \
+# Most of a run is compiling. Without optimization and with the emitters that XLA had before it built
+# a pipeline of MLIR for every fused loop, it takes a quarter of the time. To compile as users do:
+# make test-all XLA_FLAGS=
+test test-all: export XLA_FLAGS = --xla_backend_optimization_level=0 \
+	--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+
 test: $(VENV)/installed
 	$(PYTEST) -m "not long" --hypothesis-profile=few
 

@@ -1,5 +1,6 @@
 """Settings of the test run: two CPU devices, strict ranks, no network, GPU tests only on a GPU."""
 
+import gc
 import os
 
 # The kernel interpreter blocks one thread of the CPU client's pool for each warpgroup that waits:
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items):
     if marked and jax.default_backend() != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector what is imported by now: it holds most objects, and stays."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pbjax.decode.cost_model import Costs, predicted_s, rates_of
 from pbjax.decode.interleave import Launch, Piece, Role, interleave
 from pbjax.device import find_device
 from pbjax.graph.trace import trace
+from tests.cases import long_but
 from tests.kernel_decoder import H200, LAYERS, decode_step, inputs
 
 DEVICE = find_device("NVIDIA H200")
@@ -43,7 +44,7 @@ def attention(layer, size):
     return pairs.Call(name="decode_attention", arguments=given | {"page_table": None})
 
 
-@pytest.mark.parametrize("size", [2, 7, 11])
+@pytest.mark.parametrize("size", long_but([7, 2, 11]))
 def test_items_of_a_size_are_those_of_the_function_traced_at_it(size):
     # From sizes 16 and 3 to any other, also outside of them.
     found = Costs((graph(16), graph(3)), (16, 3), RATES).items(size)

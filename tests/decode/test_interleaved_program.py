@@ -14,6 +14,7 @@ from pbjax.decode.interleave import Role, interleave
 from pbjax.decode.interleaved_program import InterleavedProgram
 from pbjax.device import find_device
 from pbjax.graph.trace import trace
+from tests.cases import long_but
 from tests.kernel_decoder import H200, LAYERS, WEIGHTS, B, F, decode_step, inputs
 
 RATES = rates_of(find_device("NVIDIA H200"))
@@ -45,8 +46,9 @@ def test_products_carry_and_attention_rides():
     assert {item.parts for item in sub_batch if item.role == Role.MEMORY} == {8}
 
 
-@pytest.mark.parametrize(("sizes", "capacity"), [((8, 8), 1.4), ((11, 5), 1e6), ((2, 14), 0.0)])
-def test_interleaved_halves_compute_what_the_whole_does(sizes, capacity):
+@pytest.mark.parametrize("case", long_but([((8, 8), 1.4), ((11, 5), 1e6), ((2, 14), 0.0)]))
+def test_interleaved_halves_compute_what_the_whole_does(case):
+    sizes, capacity = case
     program, _, launches = interleaved(sizes, capacity)
     assert any(launch.memory for launch in launches) == (capacity > 0)
     given = inputs(B)

@@ -17,6 +17,7 @@ from pbjax.runtime.compilation import CompiledProgram, ProgramSpec
 from pbjax.tuning.autotune import _decide
 from pbjax.tuning.shortlist import Shortlist
 from pbjax.tuning.workload import TimedProgram
+from tests.cases import long_but
 from tests.kernel_decoder import LAYERS, B, F, decode_step, inputs
 
 
@@ -198,6 +199,7 @@ def test_a_saved_plan_is_run_without_measuring(interleaved, tmp_path):
     assert_same_cache(*run_both(fast, steps=1))
 
 
+@pytest.mark.long
 def test_a_plan_of_another_device_is_measured_again(interleaved):
     foreign = dataclasses.replace(interleaved.plan, device_kind="NVIDIA H200")
     with pytest.warns(PbjaxWarning, match="device_kind 'NVIDIA H200' in the plan, 'cpu' here;"):
@@ -255,6 +257,7 @@ def interleaved_counting():
         return pbjax.optimize(counting, x, (cache, jnp.int32(0)), state=1, batch_axes=axes)
 
 
+@pytest.mark.long
 def test_each_sub_batch_carries_its_own_copy_of_what_all_rows_share(interleaved_counting):
     x, cache = example()
     held = interleaved_counting.hold((cache, jnp.int32(0)))
@@ -322,7 +325,7 @@ def test_report_says_what_memory_the_step_needs():
     assert all(program.needed_bytes >= held for program in report.programs)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", long_but([2, 1]))
 def test_a_batch_too_small_to_split_runs_unsplit(batch_size):
     x, cache = example(batch_size)
     fast = pbjax.optimize(step, x, cache, state=1)

@@ -26,6 +26,7 @@ from pbjax.graph.difference import difference
 from pbjax.program import analysis
 from pbjax.program.analysis import analyse
 from tests import networks, user_models
+from tests.cases import long_but
 from tests.fakes import FakeTimer, fake_measure
 from tests.fusion.test_families import DATA, IDS, LAYERS
 from tests.jobs import check_house_form
@@ -63,7 +64,17 @@ def kernels(report):
     return found
 
 
-@pytest.mark.parametrize("make", user_models.CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    long_but(
+        user_models.CASES,
+        user_models.alibi_decoder,
+        user_models.linen_decoder,
+        user_models.nnx_llama,
+        user_models.grouped_decode_step,
+    ),
+    ids=lambda make: make.__name__,
+)
 def test_a_users_model_runs_with_kernels_whole_and_split(make):
     case = make()
     inputs = [jnp.concatenate([x, x]) for x in case.inputs]
@@ -76,7 +87,9 @@ def test_a_users_model_runs_with_kernels_whole_and_split(make):
     assert fast.plan.max_difference is not None
 
 
-@pytest.mark.parametrize("name", ["vit", "bert", "gpt2", "bloom", "llama", "conformer"])
+@pytest.mark.parametrize(
+    "name", long_but(["vit", "bert", "gpt2", "bloom", "llama", "conformer"], "bert", "llama")
+)
 def test_a_model_of_each_family_runs_with_kernels(name):
     given = np.load(DATA / name / "reference.npz")
     keys = [f"inputs.{key}" for key in ("pixel_values", "input_values", "input_features")]
@@ -306,6 +319,7 @@ def decode_step(x, cache):
     return x, (position + 1, new)
 
 
+@pytest.mark.long
 def test_a_step_in_plain_jax_is_interleaved_with_the_kernels_that_fusion_finds(monkeypatch):
     monkeypatch.setattr("pbjax.decode.search.HOPELESS", float("inf"))
     caches = [tuple(normal(7 + i + j, ROWS, S, K, H) for j in (0, 1)) for i in (0, 2)]

@@ -62,9 +62,7 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", long_but(INTERPRETED, "causal with alibi and bias", "scores by difference")
-)
+@pytest.mark.parametrize("name", long_but(INTERPRETED, "scores by difference"))
 def test_interpreted_kernel_is_right_and_free_of_races(name):
     case, given = INTERPRETED[name]
     args, terms = operands(case, **given)
@@ -116,6 +114,7 @@ def test_registers_of_scores_by_difference_are_brought_to_their_keys(parts):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.long
 def test_sequences_of_odd_length_are_taken_as_packed_without_a_copy():
     args, terms = operands(shape(67, 67, batch_size=8, h=64, lengths=True), lengths=range(60, 68))
     assert_right(interpreted(args, terms), args, terms)

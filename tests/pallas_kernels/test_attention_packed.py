@@ -71,6 +71,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(name):
     assert not np.any(np.asarray(actual[offsets[-1] :], np.float32))
 
 
+@pytest.mark.long
 def test_reference_is_that_of_each_sequence_alone():
     args, offsets = operands(60, n=2), [0, 7, 7, 40, 60]
     terms = {"causal": True, "window": 9, "alibi_slopes": jnp.array([0.5, 0.1])}

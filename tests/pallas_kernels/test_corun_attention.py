@@ -170,7 +170,7 @@ def test_attention_beside_a_gemm_is_right_and_free_of_races(name):
     assert_close(attended, wanted[1], reduction=pair.attention.num_keys, roundings=1)
 
 
-@pytest.mark.parametrize("name", ATTENTION_INTERPRETED)
+@pytest.mark.parametrize("name", long_but(ATTENTION_INTERPRETED))
 def test_without_a_gpu_xla_runs_the_attention_after_the_gemm(name):
     pair, _ = ATTENTION_INTERPRETED[name]
     inputs = attention_inputs(pair, LENGTHS, jnp.float32)
@@ -180,7 +180,8 @@ def test_without_a_gpu_xla_runs_the_attention_after_the_gemm(name):
     assert_close(attended, wanted[1], reduction=pair.attention.num_keys * 128)
 
 
-@pytest.mark.parametrize("layer", long_but(DECODE_LAYERS), ids=lambda layer: layer.name)
+@pytest.mark.long
+@pytest.mark.parametrize("layer", DECODE_LAYERS, ids=lambda layer: layer.name)
 def test_each_product_of_a_layer_lowers_to_one_launch_with_its_attention(layer):
     for function, specs in layer_launches(layer).values():
         text = lowered(function, *specs)

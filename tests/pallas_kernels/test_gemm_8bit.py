@@ -19,6 +19,7 @@ from pallas_kernels.gemm.shapes import BERT, BLOOM, DECODE, GPT2, LLAMA, RAGGED,
 from pallas_kernels.gemm.tiles import is_left_to_xla, tile_for
 from pallas_kernels.quantization import LARGEST, Quantized, quantize, rounded
 from pallas_kernels.testing import assert_close
+from tests.cases import long_but
 from tests.kernel_layers import assert_clean, has_cuda_plugin, interpreted, lowered, ptxas_reports
 
 FP8, INT8 = "float8_e4m3fn", "int8"
@@ -92,7 +93,14 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        INTERPRETED,
+        "cooperative, promoted by turns, a last turn of one step",
+        "gated, one piece of fewer columns than a slot",
+    ),
+)
 def test_small_tiles_are_right_to_the_bit_and_free_of_races(name):
     shape, tile, kind = INTERPRETED[name]
     operands = integers(shape, kind)
@@ -239,7 +247,7 @@ def lowered_here() -> dict:
     return {name: (function, specs) for name, function, specs in calls}
 
 
-@pytest.mark.parametrize("name", lowered_here())
+@pytest.mark.parametrize("name", long_but(lowered_here(), "128 columns", "promoted"))
 def test_schedules_lower_under_their_name(name):
     function, specs = lowered_here()[name]
     text = lowered(function, *specs)

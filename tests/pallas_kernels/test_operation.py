@@ -148,6 +148,7 @@ def normalise(x):
 KERNELS = [multiply, normalise, attend, attend_packed, attend_to_cache]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", long_but(KERNELS))
 def test_equal_launches_are_lowered_once_whatever_was_lowered_before(kernel):
     x, _ = operands()

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dispatch
 from pallas_kernels.testing import assert_close, tolerance
+from tests.cases import long_but
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 
@@ -66,6 +67,7 @@ def test_nonsense_is_refused(bad):
         tolerance(jnp.float16, **{"reduction": 1, "magnitude": 1.0} | bad)
 
 
+@pytest.mark.long
 def test_every_case_to_check_or_time_has_a_bound_for_each_result(monkeypatch):
     monkeypatch.syspath_prepend("scripts")
     kernel_cases = importlib.import_module("benchmarks.kernel_cases")
@@ -89,7 +91,7 @@ def describe(x, prepared):
     return f"{x}: {prepared}"
 
 
-@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("quiet", long_but([True, False]))
 def test_worker_processes_return_each_item_and_name_what_failed(monkeypatch, quiet):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -104,6 +106,7 @@ def hang(x):
     return x
 
 
+@pytest.mark.long
 def test_worker_that_is_not_ready_in_time_says_where_it_is_and_the_others_go_on(monkeypatch, capfd):
     monkeypatch.syspath_prepend("scripts")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -164,6 +164,7 @@ def test_folder_without_a_trace_or_with_two_is_refused(tmp_path):
         read_kernels(tmp_path)
 
 
+@pytest.mark.long
 def test_trace_that_jax_writes_is_read_and_has_no_kernels_on_a_cpu(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(jnp.ones(8) + 1)

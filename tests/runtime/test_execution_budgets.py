@@ -74,12 +74,11 @@ def launches(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "staggers"), [((16,), (0,)), ((9, 7), (2, 0)), ((8, 5, 3), (2, 1, 0))]
+    "case", long_but([((9, 7), (2, 0)), ((16,), (0,)), ((8, 5, 3), (2, 1, 0))])
 )
 @pytest.mark.parametrize("sm_budgets", long_but([{}, BUDGETS, {"MEMORY": 1}], BUDGETS))
-def test_split_programs_with_budgets_equal_the_unsplit_one(
-    analysis, unsplit, sizes, staggers, sm_budgets
-):
+def test_split_programs_with_budgets_equal_the_unsplit_one(analysis, unsplit, case, sm_budgets):
+    sizes, staggers = case
     program = split_program(analysis, sizes, staggers, sm_budgets)
     weights = program.layout.pack(analysis.weights)
     outputs = jax.jit(program.__call__)(weights, jax.tree.leaves(inputs(B)))

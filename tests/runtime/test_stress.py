@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.cases import long_but
+
 
 @pytest.fixture(scope="module")
 def scripts():
@@ -125,7 +127,9 @@ def item(scripts, **changes):
     return scripts.stress.Item(**options | changes)
 
 
-@pytest.mark.parametrize("program", ["unsplit 24x16", "interleaved 24x16:8+16", "bert-base"])
+@pytest.mark.parametrize(
+    "program", long_but(["interleaved 24x16:8+16", "unsplit 24x16", "bert-base"])
+)
 def test_a_program_gives_the_same_in_every_call(scripts, program):
     asked = item(scripts, program=program, calls=3)
     outcome = scripts.stress.measure(asked, scripts.stress.prepare(asked))
@@ -207,6 +211,7 @@ def double(item):
     return 2 * item
 
 
+@pytest.mark.long
 def test_workers_may_share_the_device(scripts):
     found = scripts.pool.run(double, note, [1, 2, 3], 2, quiet=False, alone=False)
     assert sorted(found) == [(1, 3), (2, 6), (3, 9)]
