@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,14 @@ SHIPPED = {path.stem: path for path in find_profiles(H200.slug)}
 
 
 PROFILE = ("profile", "--model", "bert-base", "--batch", 2, "--out", "bert-base.json")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _taken_apart_once():
+    """Commands that ask about the same pass of a model share its analysis."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForwardPass, "in_shapes", cache(ForwardPass.in_shapes))
+        yield
 
 
 def run(*arguments):
@@ -275,12 +284,10 @@ def test_other_length_than_the_table_is_refused_with_what_to_run(folder, table):
     assert "--seq 10" in line
 
 
-def test_a_dtype_that_was_not_measured_is_refused_with_what_the_table_is_of():
-    line = refused(
-        2, "search", "--device", "h200", "--model", "bert-base", "--batch", 8, "--dtype", "float32"
-    )
-    assert "in float32 at a length of 384 its stages" in line
-    assert "which is of bfloat16 rows of 384 x 768;" in line
+def test_a_dtype_that_was_not_measured_is_refused_with_what_the_table_is_of(folder, table):
+    line = refused(2, *asked(folder, table), "--dtype", "bfloat16")
+    assert "in bfloat16 at a length of 12 its stages" in line
+    assert "which is of float32 rows of 12 x 32" in line
 
 
 def test_a_model_that_there_is_not_is_unknown_and_one_without_a_table_is_known():
