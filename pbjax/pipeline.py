@@ -1,18 +1,20 @@
 """`optimize`: from a model to a callable that runs as planned; the order of all other modules."""
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import SupportsIndex
+
+import jax
 
 from pbjax.decode.programs import StepWorkload
 from pbjax.decode.report import state_report
 from pbjax.decode.search import step_shortlist
 from pbjax.device import Device
-from pbjax.errors import FusionError, PbjaxWarning
+from pbjax.errors import FusionError, warn
 from pbjax.fusion import Patterns, Selection
 from pbjax.graph.functional import Model
+from pbjax.graph.placement import refuse_captured
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
 from pbjax.program.analysis import Analysis, analyse
@@ -53,7 +55,9 @@ def optimize(
     Args:
       model: An nnx module, a linen module or a JAX function. It is not changed.
       *inputs: Example inputs of a call: arrays or pytrees of arrays; their shapes, and for the
-        measurements their values, are what is planned for.
+        measurements their values, are what is planned for. A single dictionary whose keys are the
+        model's argument names holds one input each. Arrays elsewhere are moved to the device that
+        programs run on.
       variables: What `init` of an unbound linen module returned.
       batch_axes: Like in_axes of vmap: where the batch is in the inputs; None for an input that all
         rows share.
@@ -106,13 +110,20 @@ def optimize(
         progress=progress,
     )
     keep_programs()
+    # Programs run on random inputs, of which NaN and infinity are no fault of the model.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return _with_fallback(request)
+
+
+def _with_fallback(request: Request) -> Optimized:
+    """What `optimize` does, without kernels where the model with those found is another."""
     try:
         return _optimized(request)
     except FusionError as error:
         if not request.fuse.auto:
             raise
         reason = f"left out, since with kernels it is not the model: {error}"
-    warnings.warn(f"fusion is {reason}", PbjaxWarning, stacklevel=2)
+    warn(f"fusion is {reason}")
     return _optimized(replace(request, fuse=Selection(patterns=frozenset(), reason=reason)))
 
 
@@ -128,6 +139,7 @@ def _optimized(request: Request) -> Optimized:
             batch_axes=request.batch_axes,
             fuse=request.fuse,
         )
+        refuse_captured(analysis.model.name, analysis.source.constants)
     if request.plan is None:
         verify_fusion(analysis, phases)
     run = _optimized_call if request.state is None else _optimized_step
@@ -142,7 +154,7 @@ def _optimized_call(request: Request, analysis: Analysis, phases: Phases) -> Opt
         tuned = autotune(workload, shortlist, phases)
         buckets[shortlist.batch_size] = workload.bucket(tuned.kept)
         reports.append(report_of(analysis, shortlist, tuned, phases.finished()))
-    return Optimized(BucketedCall(buckets, analysis), reports[-1])
+    return Optimized(BucketedCall(buckets, analysis), reports[-1], request.names)
 
 
 def _optimized_step(request: Request, analysis: Analysis, phases: Phases) -> Optimized:
@@ -153,4 +165,4 @@ def _optimized_step(request: Request, analysis: Analysis, phases: Phases) -> Opt
     tuned = autotune(workload, shortlist, phases)
     state = state_report(workload, shortlist)
     report = report_of(analysis, shortlist, tuned, phases.finished(), state)
-    return Optimized(workload.runner(tuned.kept), report)
+    return Optimized(workload.runner(tuned.kept), report, request.names)

@@ -41,6 +41,7 @@ def find_batch(inputs: Sequence[object], batch_axes: object) -> BatchAxes:
             "the inputs of a call after the model"
         )
     axes = tuple(_spread(batch_axes, tuple(inputs)))
+    refuse_lists("optimize: inputs", inputs)
     leaves, tree = jax.tree.flatten(tuple(inputs))
     sizes = {}
     for (path, leaf), axis in zip(
@@ -97,8 +98,30 @@ def _check_array(name: str, leaf: object) -> None:
         )
 
 
+def refuse_lists(what: str, inputs: Sequence[object]) -> None:
+    """Refuses lists and tuples of numbers, which JAX takes for as many inputs.
+
+    Raises:
+      InputTypeError: An input is one.
+    """
+    for index, value in enumerate(inputs):
+        leaves = jax.tree.leaves(value)
+        if isinstance(value, list | tuple) and any(isinstance(x, int | float) for x in leaves):
+            place = f"[{index}]" if what.endswith("s") else str(index)
+            raise InputTypeError(
+                f"{what}{place} is a {type(value).__name__} of numbers; arrays or pytrees of "
+                "arrays are allowed; pass jnp.asarray of it"
+            )
+
+
 def _size(name: str, leaf: _ArrayLike, axis: object) -> int:
     shape = leaf.shape
+    if not shape:
+        raise InputError(
+            f"optimize(batch_axes={axis}): {name} is a scalar, which has no rows; an axis of the "
+            "batch is needed, or None for an input that all rows share; give batch_axes=, such as "
+            "(0, None)"
+        )
     if not isinstance(axis, int) or not 0 <= axis < len(shape):
         raise InputError(
             f"optimize(batch_axes={axis}): {name} has shape {tuple(shape)}; an axis from 0 to "

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
+from pbjax.graph.placement import placed
 from pbjax.program.analysis import Analysis
 from pbjax.tuning.optimized import check_alike, refuse_traced
 from pbjax.tuning.request import Request
@@ -236,7 +237,7 @@ class StepRunner:
                 "hold: an array of the state was used up by an earlier call; a state is held once; "
                 "release() what the last call returned, or make the state anew"
             )
-        return Held(self, self._layout.cut(_distinct(leaves)))
+        return Held(self, self._layout.cut(_distinct(list(map(placed, leaves)))))
 
     def release(self, held: object) -> object:
         """The state as a whole again."""
@@ -264,7 +265,7 @@ class StepRunner:
         # Before the state is taken, which would be lost with a call that fails.
         others = self._layout.check_others(inputs[:argument] + inputs[argument + 1 :])
         refuse_traced("step", others)
-        outputs, pieces = self._program(self._weights, held.take(self), tuple(others))
+        outputs, pieces = self._program(self._weights, held.take(self), tuple(map(placed, others)))
         start = self._layout.outputs.start
         leaves = [*outputs[:start], Held(self, pieces), *outputs[start:]]
         return jax.tree.unflatten(self._out_tree, leaves)

@@ -19,7 +19,8 @@ from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
-from pbjax.errors import InputError, InputTypeError, ModelError
+from pbjax.errors import InputError, InputTypeError, ModelError, warn
+from pbjax.graph.placement import home, is_elsewhere, placed
 
 type Model = nnx.Module | nn.Module | Callable
 
@@ -200,9 +201,19 @@ def _from_linen(
 
 
 def _on_device(tree: object) -> object:
-    """The tree with numpy arrays as JAX arrays, so that calls do not copy them to the device."""
+    """The tree on the device where programs run, so that calls do not copy it there."""
+    elsewhere = [leaf for leaf in jax.tree.leaves(tree) if is_elsewhere(leaf)]
+    if elsewhere:
+        devices = {str(d) for leaf in elsewhere for d in leaf.sharding.device_set}
+        warn(
+            f"the model's weights lie on {', '.join(sorted(devices))}; programs run on {home()} "
+            "alone: the weights are copied there; place them there first to hold them once"
+        )
     return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf, tree
+        lambda leaf: (
+            jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else placed(leaf)
+        ),
+        tree,
     )
 
 

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, SupportsIndex, cast, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
+from pbjax.batch_axes.inputs import refuse_lists
 from pbjax.errors import InputError, InputTypeError
+from pbjax.graph.placement import is_elsewhere, placed
 from pbjax.planning.plan import Plan
 from pbjax.program.analysis import Analysis
+from pbjax.tuning.named_inputs import InputNames
 from pbjax.tuning.report import Report
 
 type Dtype = Any  # of numpy, or one of JAX's own, as random keys have
@@ -85,15 +88,35 @@ class Optimized:
     cache = step.release(out.cache)
     """
 
-    def __init__(self, runner: Runner, report: Report):
+    def __init__(self, runner: Runner, report: Report, names: InputNames | None = None):
         """Wraps compiled programs.
 
         Args:
           runner: Runs them.
           report: The report, with the plan.
+          names: The model's names of its inputs; they have none if None.
         """
         self._runner = runner
         self._report = report
+        self._names = names or InputNames()
+
+    def __repr__(self) -> str:
+        """The model, what runs, and for which batch sizes, in a line."""
+        plan = self.plan
+        sizes = " of " + "+".join(map(str, plan.sizes)) if plan.decision == "split" else ""
+        buckets = ", ".join(map(str, self.buckets)) or "none: closed"
+        return f"<Optimized {plan.model}: {plan.decision}{sizes}, batch sizes {buckets}>"
+
+    def __copy__(self) -> "Optimized":
+        """The same programs."""
+        return Optimized(self._runner, self._report, self._names)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses to be pickled or copied deeply: programs are compiled for this process."""
+        raise InputTypeError(
+            f"pickle, deepcopy: {self!r} holds programs that were compiled for this process; a plan"
+            " can be stored; save fast.plan, and call optimize(..., plan=) where it is needed"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -109,12 +132,14 @@ class Optimized:
         """Classes, stages, split, timetable, predicted and measured seconds; print it."""
         return self._report
 
-    def __call__(self, *inputs: object) -> object:
+    def __call__(self, *inputs: object, **named: object) -> object:
         """Runs the function.
 
         Args:
           *inputs: Like the example inputs; without state with at most as many rows as the largest
-            declared size; with state, the state held.
+            declared size; with state, the state held. Arrays on other devices are moved.
+          **named: Inputs by the names of the model's arguments, as in fast(**batch); a single
+            dictionary of these will do too.
 
         Returns:
           What the function returns, with a held state in the place of the new state.
@@ -124,7 +149,17 @@ class Optimized:
             used up, or is another step's. A state that was passed is as it was.
           InputTypeError: The inputs have another structure, or the state is not held.
         """
+        if named or self._names.are_keys_of(inputs):
+            inputs = self._ordered(inputs, named)
         return self._runner(*inputs)
+
+    def _ordered(
+        self, inputs: tuple[object, ...], named: Mapping[str, object]
+    ) -> tuple[object, ...]:
+        if named:
+            return self._names.in_order("call", inputs, named)
+        (by_name,) = inputs
+        return self._names.in_order("call", (), cast(Mapping[str, object], by_name))
 
     def apply(self, params: object, *inputs: object) -> object:
         """Runs a function without state with other params of the same structure and shapes.
@@ -236,6 +271,7 @@ class BucketedCall:
     def _leaves(self, inputs: tuple[object, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(inputs)
         if tree != self._batch.tree:
+            refuse_lists("call: input ", inputs)
             raise InputTypeError(
                 f"call: the inputs are {tree}; {self._batch.tree} was planned for; pass inputs of "
                 "the same structure as the example"
@@ -289,7 +325,7 @@ class BucketedCall:
         ]
         check_alike("call: input", padded, bucket.signature)
         weights = bucket.weights if params is None else bucket.pack(params)
-        outputs, tree = jax.tree.flatten(bucket.program(weights, *padded))
+        outputs, tree = jax.tree.flatten(_run(bucket.program, weights, padded))
         cut = [
             y if axis is None else _on_host(y, itemgetter((slice(None),) * axis + (slice(size),)))
             for y, axis in zip(outputs, self._out_axes, strict=True)
@@ -310,6 +346,18 @@ def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -
     except TypeError:
         refuse_traced("call", leaves)
         raise
+    except ValueError:
+        if not any(map(is_elsewhere, (*weights, *leaves))):
+            raise
+    except Exception as error:
+        if type(error).__name__ != "InternalFloatingPointError":  # JAX keeps its class to itself
+            raise
+        raise FloatingPointError(
+            f"call: the program returns {error.args[-1]}, and jax_debug_nans or jax_debug_infs is "
+            "on; finite numbers are allowed then; correct the inputs, or call the model itself, "
+            "which names the operation"
+        ) from None
+    return program(tuple(map(placed, weights)), *map(placed, leaves))
 
 
 def refuse_traced(what: str, leaves: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from pbjax.device import Device, find_device
 from pbjax.errors import DeviceError, InputError, InputTypeError
 from pbjax.fusion import Patterns, Selection, selection_of
 from pbjax.graph.functional import Model
+from pbjax.graph.placement import placed
 from pbjax.planning.plan import Plan
 from pbjax.planning.profiling import Profile
 from pbjax.runtime.phases import Progress
+from pbjax.tuning.named_inputs import InputNames
 
 type PathText = str | os.PathLike[str]
 
@@ -83,9 +85,14 @@ class Request:
           DeviceError: The device is not of the kind that JAX runs on.
         """
         _check_types(plan=plan, profile=profile, device=device, progress=progress)
+        _refuse_tracing(inputs)
+        named = InputNames.of(model) if callable(model) else InputNames()
+        if named.are_keys_of(inputs):
+            (by_name,) = inputs
+            inputs = named.in_order("optimize", (), cast(Mapping[str, object], by_name))
         return cls(
             model=model,
-            inputs=tuple(inputs),
+            inputs=tuple(jax.tree.map(placed, tuple(inputs))),
             variables=variables,
             batch_axes=batch_axes,
             split=None if split is None else tuple(whole_numbers("optimize(split)", split)),
@@ -127,6 +134,11 @@ class Request:
                 f"state; a step is predicted by what its kernels take; leave out {given[0]}="
             )
 
+    @property
+    def names(self) -> InputNames:
+        """The model's names of the inputs."""
+        return InputNames.of(self.model).planned(self.inputs)
+
     @cached_property
     def leaves(self) -> tuple[Array, ...]:
         """Leaves of the example inputs.
@@ -165,6 +177,17 @@ class Request:
                 "size; give either; leave out buckets= or the other"
             )
         return sizes
+
+
+def _refuse_tracing(inputs: Sequence[object]) -> None:
+    """Refuses to optimise inside of a transformation, where nothing can be measured."""
+    made_here = jnp.zeros(())  # traced inside jax.jit, whatever the inputs are
+    if any(isinstance(x, jax.core.Tracer) for x in (made_here, *jax.tree.leaves(inputs))):
+        raise InputTypeError(
+            "optimize: it is called while JAX traces a function, as inside jax.jit, vmap or grad; "
+            "programs are compiled and measured, which takes arrays; call it outside of them, and "
+            "what it returns too"
+        )
 
 
 def this_device(given: Device | None) -> Device:

@@ -5,6 +5,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -296,7 +297,8 @@ def attend(q, k):
 
 
 _in_vmap = jax.custom_batching.custom_vmap(attend)
-MESH = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+_in_vmap.def_vmap(lambda size, batched, q, k: (attend(q, k), True))
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
 NESTED = {
     "cond": lambda q, k, c: jax.lax.cond(c, attend, lambda q, k: q, q, k),
     "product": lambda q, k, c: jax.lax.cond(c, lambda q, k: q @ k.mT @ k, lambda q, k: q, q, k),
