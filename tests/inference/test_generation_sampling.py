@@ -26,6 +26,11 @@ FILTERS = st.tuples(
 )
 
 
+# Compiled once for all examples; their settings are arrays.
+keep_likely = jax.jit(sampling.keep_likely, static_argnames="sorts")
+choose = jax.jit(sampling.choose, static_argnums=4)
+
+
 def likely(scores, top_k, top_p, min_p):
     """Which tokens may be drawn, token by token in float64: the filters as they are defined."""
     scores = scores.astype(np.float64)
@@ -67,7 +72,7 @@ def arrays(top_k=None, top_p=1.0, min_p=0.0, temperature=1.0, penalty=1.0, batch
 def test_filters_keep_what_their_definitions_keep(scores, filters):
     if close_call(scores, *filters):
         return
-    found = sampling.keep_likely(jnp.asarray(scores)[None], arrays(*filters), sorts=True)[0]
+    found = keep_likely(jnp.asarray(scores)[None], arrays(*filters), sorts=True)[0]
     np.testing.assert_array_equal(np.isfinite(found), likely(scores, *filters))
     np.testing.assert_array_equal(found[np.isfinite(found)], scores[np.isfinite(found)])
 
@@ -77,7 +82,7 @@ def test_filters_keep_what_their_definitions_keep(scores, filters):
 def test_order_of_the_vocabulary_does_not_matter(scores, filters, order):
     order = np.array(order)
     one, two = (
-        sampling.keep_likely(jnp.asarray(s)[None], arrays(*filters), sorts=True)[0]
+        keep_likely(jnp.asarray(s)[None], arrays(*filters), sorts=True)[0]
         for s in (scores, scores[order])
     )
     np.testing.assert_array_equal(np.isfinite(one)[order], np.isfinite(two))
@@ -86,7 +91,7 @@ def test_order_of_the_vocabulary_does_not_matter(scores, filters, order):
 @settings(max_examples=50)
 @given(SCORES, FILTERS)
 def test_best_token_may_always_be_drawn(scores, filters):
-    found = sampling.keep_likely(jnp.asarray(scores)[None], arrays(*filters), sorts=True)[0]
+    found = keep_likely(jnp.asarray(scores)[None], arrays(*filters), sorts=True)[0]
     assert np.isfinite(found[scores.argmax()])
 
 
@@ -94,7 +99,7 @@ def test_best_token_may_always_be_drawn(scores, filters):
 @given(SCORES, PARTS)
 def test_min_p_alone_needs_no_sorting(scores, min_p):
     one, two = (
-        sampling.keep_likely(jnp.asarray(scores)[None], arrays(min_p=min_p), sorts=sorts)
+        keep_likely(jnp.asarray(scores)[None], arrays(min_p=min_p), sorts=sorts)
         for sorts in (True, False)
     )
     np.testing.assert_array_equal(one, two)
@@ -120,7 +125,7 @@ def draw(scores, count, **filters):
     given = arrays(batch_size=count, vocab=len(scores), **filters)
     keys = sampling.keys_of(np.arange(count, dtype=np.uint32), jnp.int32(0))
     rows = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (count, len(scores)))
-    return np.asarray(jax.jit(sampling.choose, static_argnums=4)(rows, None, given, keys, static))
+    return np.asarray(choose(rows, None, given, keys, static))
 
 
 def test_draws_have_the_probabilities_of_the_scores_over_the_temperature():
@@ -151,7 +156,7 @@ def test_row_of_temperature_zero_takes_the_best_beside_rows_that_draw():
     )
     keys = sampling.keys_of(np.arange(200, dtype=np.uint32), jnp.int32(0))
     static = StaticSettings(draws=True, sorts=False, penalises=False)
-    found = np.asarray(sampling.choose(scores, None, given, keys, static))
+    found = np.asarray(choose(scores, None, given, keys, static))
     assert set(found[::2].tolist()) == {1}
     assert set(found[1::2].tolist()) == {0, 1, 2}
 
@@ -186,7 +191,7 @@ def test_filter_of_the_best_token_alone_is_refused(given):
 
 def test_the_best_token_stays_where_float32_makes_nothing_of_top_p():
     scores = jnp.arange(V, dtype=jnp.float32)[None]
-    kept = jnp.isfinite(sampling.keep_likely(scores, arrays(top_p=1e-50), sorts=True)[0])
+    kept = jnp.isfinite(keep_likely(scores, arrays(top_p=1e-50), sorts=True)[0])
     assert kept.tolist() == [False] * (V - 1) + [True]
 
 

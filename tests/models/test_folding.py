@@ -1,5 +1,7 @@
 """Norms folded into products: weights, how exact 16 bits are, decoding, copies."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,27 +19,42 @@ FOLDED = Kernels(gemm="pallas", norm="folded")
 EPS = 1e-5
 
 
+@cache
+def folded(name):
+    return with_kernels(load(name), FOLDED)
+
+
+@nnx.jit
+def prefill(model, *inputs):
+    return model.prefill(*inputs)
+
+
+@nnx.jit
+def decode(model, *inputs):
+    return model.decode(*inputs)
+
+
 def norm_and_linear(*, use_bias=True, dtype="float32"):
     """A LayerNorm and a Linear with random weights."""
     norm = layer_norm(128, EPS, dtype, nnx.Rngs(0))
     after = linear(128, 64, dtype, nnx.Rngs(1), use_bias=use_bias)
-    keys = jax.random.split(jax.random.key(0), 4)
-    norm.scale[...] = (1 + 0.3 * jax.random.normal(keys[0], (128,))).astype(dtype)
-    norm.bias[...] = jax.random.normal(keys[1], (128,)).astype(dtype)
-    after.kernel[...] = jax.random.normal(keys[2], (128, 64)).astype(dtype)
+    generator = np.random.default_rng(0)
+    norm.scale[...] = jnp.asarray(1 + 0.3 * generator.normal(size=128), dtype)
+    norm.bias[...] = jnp.asarray(generator.normal(size=128), dtype)
+    after.kernel[...] = jnp.asarray(generator.normal(size=(128, 64)), dtype)
     if use_bias:
-        after.bias[...] = jax.random.normal(keys[3], (64,)).astype(dtype)
+        after.bias[...] = jnp.asarray(generator.normal(size=64), dtype)
     return norm, after
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_a_folded_norm_is_norm_and_linear(use_bias):
     norm, after = norm_and_linear(use_bias=use_bias)
-    x = 3 + jax.random.normal(jax.random.key(2), (2, 5, 128))
+    x = jnp.asarray(3 + np.random.default_rng(2).normal(size=(2, 5, 128)), jnp.float32)
     expected = after(norm(x))
-    folded = norm.fold_into(after)
-    assert folded == FoldedNorm(eps=EPS, centred=True)
-    np.testing.assert_allclose(after.after_norm(folded(x)), expected, rtol=1e-4, atol=1e-4)
+    rest = norm.fold_into(after)
+    assert rest == FoldedNorm(eps=EPS, centred=True)
+    np.testing.assert_allclose(after.after_norm(rest(x)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_factors_that_a_product_gave_are_not_computed_again():
@@ -62,8 +79,8 @@ def test_a_mean_in_the_rows_costs_less_than_twice_what_rounding_them_has(mean):
     norm, after = norm_and_linear(dtype="bfloat16")
     x = jnp.asarray(exact, jnp.bfloat16)
     plain = after(norm(x))
-    folded = after.after_norm(norm.fold_into(after)(x))
-    errors = [np.std(np.asarray(y, np.float32) - truth) for y in (plain, folded)]
+    found = after.after_norm(norm.fold_into(after)(x))
+    errors = [np.std(np.asarray(y, np.float32) - truth) for y in (plain, found)]
     assert errors[1] < 2 * errors[0]
 
 
@@ -71,10 +88,10 @@ def test_a_mean_in_the_rows_costs_less_than_twice_what_rounding_them_has(mean):
 def test_decode_with_folded_norms_gives_the_scores_of_the_plain_forward_pass(name):
     tokens = np.random.default_rng(0).integers(1, 97, (3, 8)).astype(np.int32)
     plain = load(name)
-    model = with_kernels(plain, FOLDED)
+    model = folded(name)
     wanted = np.asarray(call(plain, input_ids=tokens).logits)
-    held = model.prefill(tokens[:, :7], np.full(3, 7, np.int32), model.empty_cache(3, 8))
-    output = model.decode(tokens[:, 7:], held.cache)
+    held = prefill(model, tokens[:, :7], np.full(3, 7, np.int32), model.empty_cache(3, 8))
+    output = decode(model, tokens[:, 7:], held.cache)
     for found, column in ((held, 6), (output, 7)):
         error = np.abs(found.logits[:, 0] - wanted[:, column]).max()
         assert error <= 2e-5 * np.std(wanted)
@@ -82,7 +99,7 @@ def test_decode_with_folded_norms_gives_the_scores_of_the_plain_forward_pass(nam
 
 @pytest.mark.parametrize("kernels", [PLAIN, Kernels(gemm="pallas", norm="pallas")])
 def test_folded_norms_are_not_taken_for_others(kernels):
-    model = with_kernels(load("gpt2"), FOLDED)
+    model = folded("gpt2")
     with pytest.raises(InputError, match=r"folded into its products.*as it was loaded"):
         with_kernels(model, kernels)
 

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import re
 from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -27,7 +28,6 @@ from models.numeric import TOLERANCE, errors_against, read_reference
 from models.parameters import fingerprint
 from pbjax.device import find_device
 from pbjax.program.analysis import analyse
-from tests.kernel_layers import lowered
 
 DATA = Path(__file__).parents[1] / "data"
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
@@ -54,15 +54,35 @@ FIXTURES = {
     "vit_default": "vit",
     "vit_features": "vit",
 }
-SMALL = {"num_layers": 2, "embed_dim": 128, "num_heads": 2}
+# Second fixtures of a family, whose plain models are among the quick tests.
+OTHERS = ("bert_default", "vit_default", "vit_features")
+SMALL = {"embed_dim": 128, "num_heads": 2}
 WIDE = SMALL | {"mlp_dim": 256}
-CONFORMER = {"gemm": 20, "gated_gemm": 2, "attention": 2, "layer_norm": 11}
+CONFORMER = {"gemm": 10, "gated_gemm": 1, "attention": 1, "layer_norm": 6}
+# The families whose norms can be folded; folded norms are kernels in the others.
+PRE_NORM = ("vit", "gpt2", "bloom", "llama")
 
 
-def full_width(name):
+def cases(quick, long):
+    """Names with their kernels, of which some run with the long tests alone."""
+    marked = [(case, ()) for case in quick] + [(case, pytest.mark.long) for case in long]
+    return [
+        pytest.param(name, kernels, marks=marks, id=f"{name}-{kernels.norm} norms")
+        for (name, kernels), marks in marked
+    ]
+
+
+# What tests share is never written to: `with_kernels` returns other modules.
+@cache
+def loaded(name):
+    return models.load(DATA / name)
+
+
+@cache
+def full_width(name, num_layers=2):
     """A small bfloat16 model whose widths kernels take, and inputs of it."""
     ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    replace, rngs = dataclasses.replace, nnx.Rngs(0)
+    replace, rngs = partial(dataclasses.replace, num_layers=num_layers), nnx.Rngs(0)
     match name:
         case "bert":
             config = replace(models.BertConfig.base(), **WIDE, vocab_size=99, pooler=False)
@@ -87,25 +107,39 @@ def full_width(name):
             return models.LlamaModel(config, dtype="bfloat16", rngs=rngs), (ids, ids)
 
 
+@cache
+def traced(name, kernels, num_layers=1):
+    """The program of a small model as it is traced for an H200."""
+    model, inputs = full_width(name, num_layers)
+    graphdef, state = nnx.split(with_kernels(model, kernels))
+    with use_abstract_mesh(H200):
+        return jax.jit(lambda s, *x: nnx.merge(graphdef, s)(*x)).trace(state, *inputs)
+
+
+def operations(name, kernels, num_layers=1):
+    """How often each kernel stands in the traced program."""
+    return Counter(
+        e.params["name"]
+        for e in traced(name, kernels, num_layers).jaxpr.jaxpr.eqns
+        if e.primitive.name == "pallas_kernel"
+    )
+
+
 def launches(name, kernels):
-    """How often each kernel stands in the program of a small model for an H200."""
-    model, inputs = full_width(name)
-    if kernels is not None:
-        model = with_kernels(model, kernels)
-    graphdef, state = nnx.split(model)
-    text = lowered(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs), state, *inputs)
+    """How often kernels stand in the lowered program, by what Mosaic calls them and by ours."""
+    with use_abstract_mesh(H200):
+        text = traced(name, kernels).lower(lowering_platforms=("cuda",)).as_text()
     return Counter(re.findall(r"pbjax_[a-z_]+", text)), text.count("mosaic_gpu")
 
 
-def operations(name, kernels):
-    """How often each kernel stands in the program of a small model as it is traced for an H200."""
-    model, inputs = full_width(name)
-    graphdef, state = nnx.split(with_kernels(model, kernels))
-    with use_abstract_mesh(H200):
-        jaxpr = jax.make_jaxpr(lambda s, *x: nnx.merge(graphdef, s)(*x))(state, *inputs)
-    return Counter(
-        e.params["name"] for e in jaxpr.jaxpr.eqns if e.primitive.name == "pallas_kernel"
-    )
+@nnx.jit
+def call(model, *inputs):
+    return model(*inputs)
+
+
+def normal(seed, *shapes):
+    generator = np.random.default_rng(seed)
+    return [jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def random_mask(generator, batch_size, length):
@@ -114,13 +148,21 @@ def random_mask(generator, batch_size, length):
     return mask
 
 
-@pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    cases(
+        [
+            *((name, PALLAS) for name in FIXTURES if name not in OTHERS),
+            *((name, FOLDED) for name in PRE_NORM),
+        ],
+        [*((name, PALLAS) for name in OTHERS), ("vit_default", FOLDED), ("vit_features", FOLDED)],
+    ),
+)
 def test_values_agree_with_transformers(name, kernels):
     family = importlib.import_module(models.FAMILIES[FIXTURES[name]]).FAMILY
     plain = family.probe
     probed = dataclasses.replace(family, probe=lambda m, x: plain(with_kernels(m, kernels), x))
-    model, reference = models.load(DATA / name), read_reference(DATA / name / "reference.npz")
+    model, reference = loaded(name), read_reference(DATA / name / "reference.npz")
     errors = errors_against(probed, model.config, model, reference)
     assert {point: error for point, error in errors.items() if not error <= TOLERANCE} == {}
 
@@ -128,16 +170,28 @@ def test_values_agree_with_transformers(name, kernels):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bert", {"gemm": 12, "attention": 2, "layer_norm": 5}),
-        ("vit", {"gemm": 13, "attention": 2, "layer_norm": 5}),
-        ("conformer", {**CONFORMER, "depthwise_convolution": 2}),
-        ("gpt2", {"gemm": 12, "attention": 2, "layer_norm": 5}),
-        ("bloom", {"gemm": 12, "attention": 2, "layer_norm": 6}),
-        ("llama", {"gemm": 6, "gated_gemm": 2, "attention": 2, "rms_norm": 5}),
+        ("bert", {"gemm": 6, "attention": 1, "layer_norm": 3}),
+        ("vit", {"gemm": 7, "attention": 1, "layer_norm": 3}),
+        ("conformer", {**CONFORMER, "depthwise_convolution": 1}),
+        ("gpt2", {"gemm": 6, "attention": 1, "layer_norm": 3}),
+        ("bloom", {"gemm": 6, "attention": 1, "layer_norm": 4}),
+        ("llama", {"gemm": 3, "gated_gemm": 1, "attention": 1, "rms_norm": 3}),
     ],
 )
-def test_every_family_lowers_to_kernels(name, expected):
+def test_every_family_calls_kernels(name, expected):
     assert operations(name, PALLAS) == expected
+
+
+# The first two call every kernel.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conformer",
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "vit", "gpt2", "bloom")),
+    ],
+)
+def test_every_family_lowers_to_kernels(name):
     _, calls = launches(name, PALLAS)
     assert calls
 
@@ -152,7 +206,7 @@ def test_every_family_lowers_to_kernels(name, expected):
     ],
 )
 def test_folded_norms_leave_the_last_one_and_those_outside_layers(name, expected):
-    found = operations(name, FOLDED)
+    found = operations(name, FOLDED, num_layers=2)
     products = {kind: found.pop(kind) for kind in ("normed_gemm", "gemm_for_norm")}
     assert products == {"normed_gemm": 4 if name == "llama" else 8, "gemm_for_norm": 4}
     assert found == expected
@@ -170,19 +224,15 @@ def test_folded_norms_need_products_by_kernels():
 
 @pytest.mark.parametrize(("by", "in_memory"), [("pallas", False), ("xla", True)])
 def test_scores_of_a_conformer_are_in_memory_for_plain_jax_alone(by, in_memory):
-    model, (frames,) = full_width("conformer")
-    kernels = dataclasses.replace(PALLAS, attention=by)
-    graphdef, state = nnx.split(with_kernels(model, kernels))
-    with use_abstract_mesh(H200):
-        jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graphdef, s)(x))(state, frames)
-    length = frames.shape[1]
+    jaxpr = traced("conformer", dataclasses.replace(PALLAS, attention=by)).jaxpr
+    length = full_width("conformer")[1][0].shape[1]
     shapes = [x.aval.shape for equation in jaxpr.jaxpr.eqns for x in equation.outvars]
     assert any(shape[-2:] == (length, length) for shape in shapes) is in_memory
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "conformer", "gpt2", "bloom", "llama"])
 def test_a_model_as_made_calls_no_kernel(name):
-    assert launches(name, None) == ({}, 0)
+    assert launches(name, PLAIN) == ({}, 0)
 
 
 def test_kernels_are_those_of_the_device_the_program_is_for():
@@ -212,21 +262,22 @@ def test_a_choice_that_there_is_not_is_refused(choice):
 @pytest.mark.parametrize("name", ["bert", "bloom", "conformer", "gpt2", "llama", "vit"])
 @pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
 def test_a_model_that_calls_kernels_can_be_given_again(name, kernels):
-    loaded = models.load(DATA / name)
-    again = with_kernels(with_kernels(with_kernels(loaded, PALLAS), kernels), kernels)
-    assert fingerprint(again) == fingerprint(with_kernels(loaded, kernels))
+    model = loaded(name)
+    again = with_kernels(with_kernels(with_kernels(model, PALLAS), kernels), kernels)
+    assert fingerprint(again) == fingerprint(with_kernels(model, kernels))
     assert all(m.kernels == kernels for _, m in nnx.iter_modules(again) if hasattr(m, "kernels"))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bloom", "llama"])
 def test_holes_in_the_mask_change_nothing(name):
     # Not only padding at an end: any token may be left out.
-    model = models.load(DATA / name)
+    model = loaded(name)
     generator = np.random.default_rng(0)
     ids = generator.integers(1, 60, (3, 11)).astype(np.int32)
     mask = random_mask(generator, 3, 11)
     plain, packed = (
-        np.asarray(m(ids, mask).last_hidden_state) for m in (model, with_kernels(model, PALLAS))
+        np.asarray(call(m, ids, mask).last_hidden_state)
+        for m in (model, with_kernels(model, PALLAS))
     )
     error = np.abs(plain - packed)[mask != 0].max() / plain[mask != 0].std()
     assert error <= TOLERANCE
@@ -245,10 +296,8 @@ def test_packing_brings_tokens_to_the_front_and_back():
 
 @pytest.mark.parametrize("length", [7, 16, 256])
 def test_relative_bias_is_the_shifted_scores(length):
-    keys = jax.random.split(jax.random.key(length), 3)
-    query = jax.random.normal(keys[0], (2, length, 3, 8))
-    rows = jax.random.normal(keys[1], (2 * length - 1, 3, 8))
-    rest = jax.random.normal(keys[2], (3, 8))
+    shapes = ((2, length, 3, 8), (2 * length - 1, 3, 8), (3, 8))
+    query, rows, rest = normal(length, *shapes)
     shifted = shift(jnp.einsum("BTNH,RNH->BNTR", query + rest[None, None], rows))
     actual = relative_bias(query, rows, rest, chunk=16)
     np.testing.assert_allclose(actual, shifted, rtol=1e-5, atol=1e-4)
@@ -257,13 +306,14 @@ def test_relative_bias_is_the_shifted_scores(length):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("length", "width"), [(100, 31), (64, 32), (7, 9)])
 def test_folded_convolution_is_convolution_and_batch_norm(length, width, bias):
-    keys = jax.random.split(jax.random.key(width), 7)
-    x = jax.random.normal(keys[0], (2, length, 12))
-    kernel = jax.random.normal(keys[1], (width, 1, 12))
-    added = jax.random.normal(keys[2], (12,)) if bias else None
+    x, kernel, added = normal(width, (2, length, 12), (width, 1, 12), (12,))
+    if not bias:
+        added = None
     batch_norm = BatchNorm(12, eps=1e-5, dtype="float32")
-    for part, key in zip(("scale", "bias", "mean", "var"), keys[3:], strict=True):
-        getattr(batch_norm, part)[...] = jax.random.uniform(key, (12,)) + 0.5
+    generator = np.random.default_rng(0)
+    for part in ("scale", "bias", "mean", "var"):
+        values = generator.uniform(0.5, 1.5, 12).astype(np.float32)
+        getattr(batch_norm, part)[...] = jnp.asarray(values)
     convolved = depthwise_convolution(x, kernel)
     if added is not None:
         convolved += added[None, None]
@@ -273,8 +323,7 @@ def test_folded_convolution_is_convolution_and_batch_norm(length, width, bias):
 
 
 def test_alibi_slopes_are_the_alibi_bias():
-    keys = jax.random.split(jax.random.key(0), 3)
-    query, key, value = (jax.random.normal(k, (2, 9, 4, 8)) for k in keys)
+    query, key, value = normal(0, *[(2, 9, 4, 8)] * 3)
     slopes = alibi_slopes(4)
     by_slope = attention(query, key, value, Keys(by="pallas", causal=True, slopes=slopes))
     terms = {
@@ -286,20 +335,28 @@ def test_alibi_slopes_are_the_alibi_bias():
 
 
 def test_a_lengthened_table_scores_and_looks_up_the_same_tokens():
-    model = models.load(DATA / "gpt2")
+    model = loaded("gpt2")
     longer = with_kernels(model, PALLAS)
     size = model.config.vocab_size
     assert size % 64
     assert longer.embeddings.word.embedding.shape[0] % 64 == 0
     ids = np.array([[1, 2, size, size + 1]], np.int32)
-    plain, found = model(ids), longer(ids)
+    plain, found = call(model, ids), call(longer, ids)
     assert found.logits.shape == plain.logits.shape
     np.testing.assert_allclose(found.logits[:, :2], plain.logits[:, :2], rtol=1e-4, atol=1e-5)
     assert np.isnan(longer.embeddings(ids, None)[0, 2:]).all()
 
 
-@pytest.mark.parametrize("kernels", [PALLAS, FOLDED], ids=["kernels", "folded norms"])
-@pytest.mark.parametrize("name", ["bert", "vit", "conformer", "gpt2", "bloom", "llama"])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    cases(
+        [
+            *((name, PALLAS) for name in ("bert", "conformer", "llama")),
+            *((name, FOLDED) for name in PRE_NORM),
+        ],
+        [(name, PALLAS) for name in ("vit", "gpt2", "bloom")],
+    ),
+)
 def test_the_engine_finds_the_layers_of_a_model_with_kernels(name, kernels):
     model, inputs = full_width(name)
     inputs = [jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype) for x in inputs]
