@@ -17,8 +17,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from pallas_kernels.operation import PRIMITIVE as KERNEL
 from pallas_kernels.operation import arguments_of
+from pbjax.graph.convolution import conv_flops
 from pbjax.graph.kernel_costs import flops_instead, share_of_pairs, unread_bytes
 from pbjax.graph.linear_algebra import DIRECT, ITERATIVE
+from pbjax.graph.moved_bytes import (
+    SCATTERS,
+    TOUCHED_BYTES,
+    all_bytes,
+    num_elements,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +91,7 @@ def equation_cost(equation: JaxprEqn) -> Cost:
         return _body_cost(equation.params[CALLS[name]])
     if name in VIEWS:
         return Cost()
-    moved = float(_TOUCHED.get(name, _all_bytes)(equation))
+    moved = float(TOUCHED_BYTES.get(name, all_bytes)(equation))
     parts = _real_parts(equation)
     elements = float(_out_elements(equation))
     if name in ITERATIVE:
@@ -108,18 +116,6 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
 
 
-def _shape(atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
-def _elements(atom) -> int:
-    return math.prod(_shape(atom))
-
-
-def _nbytes(atom) -> int:
-    return _elements(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
-
-
 def _real_parts(equation: JaxprEqn) -> int:
     """2 where an operation computes with complex numbers, else 1."""
     dtypes = (getattr(atom.aval, "dtype", None) for atom in (*equation.invars, *equation.outvars))
@@ -127,43 +123,7 @@ def _real_parts(equation: JaxprEqn) -> int:
 
 
 def _out_elements(equation: JaxprEqn) -> int:
-    return _elements(equation.outvars[0])
-
-
-def _all_bytes(equation: JaxprEqn) -> int | float:
-    return sum(map(_nbytes, equation.invars)) + sum(map(_nbytes, equation.outvars))
-
-
-# Bytes read or written of operands that are read or written in part.
-
-
-def _gather_bytes(equation: JaxprEqn) -> int | float:
-    return 2 * _nbytes(equation.outvars[0]) + _nbytes(equation.invars[1])
-
-
-def _scatter_bytes(equation: JaxprEqn) -> int | float:
-    updates = _nbytes(equation.invars[2])
-    combined = updates if equation.primitive.name != "scatter" else 0
-    return 2 * updates + combined + _nbytes(equation.invars[1])
-
-
-def _slice_bytes(equation: JaxprEqn) -> int | float:
-    return 2 * sum(map(_nbytes, equation.outvars))
-
-
-def _update_bytes(equation: JaxprEqn) -> int | float:
-    return 2 * _nbytes(equation.invars[1])
-
-
-_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-
-_TOUCHED: Mapping[str, Callable[[JaxprEqn], int | float]] = {
-    "gather": _gather_bytes,
-    "slice": _slice_bytes,
-    "dynamic_slice": _slice_bytes,
-    "dynamic_update_slice": _update_bytes,
-    **dict.fromkeys(_SCATTERS, _scatter_bytes),
-}
+    return num_elements(equation.outvars[0])
 
 
 # FLOPs of primitives that do not count one for each element.
@@ -171,50 +131,12 @@ _TOUCHED: Mapping[str, Callable[[JaxprEqn], int | float]] = {
 
 def _dot_flops(equation: JaxprEqn) -> int | float:
     (contracting, _), _ = equation.params["dimension_numbers"]
-    shape = _shape(equation.invars[0])
+    shape = shape_of(equation.invars[0])
     return 2 * _out_elements(equation) * math.prod(shape[int(axis)] for axis in contracting)
 
 
 def _ragged_dot_flops(equation: JaxprEqn) -> int | float:
-    return 2 * _out_elements(equation) * _shape(equation.invars[0])[-1]
-
-
-def _conv_flops(equation: JaxprEqn) -> int | float:
-    """Two for each product with an input entry; products with padding are not counted."""
-    params = equation.params
-    numbers = params["dimension_numbers"]
-    lhs, rhs, out = (_shape(var) for var in (*equation.invars, equation.outvars[0]))
-    taps = math.prod(
-        _valid_taps(
-            size=lhs[numbers.lhs_spec[i + 2]],
-            window=rhs[numbers.rhs_spec[i + 2]],
-            num_out=out[numbers.out_spec[i + 2]],
-            stride=params["window_strides"][i],
-            low=params["padding"][i][0],
-            spread=params["lhs_dilation"][i],
-            dilation=params["rhs_dilation"][i],
-        )
-        for i in range(len(lhs) - 2)
-    )
-    batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
-    return 2 * batch * features * rhs[numbers.rhs_spec[1]] * taps / params["batch_group_count"]
-
-
-def _valid_taps(
-    *, size: int, window: int, num_out: int, stride: int, low: int, spread: int, dilation: int
-) -> int:
-    """How many taps of a window along one axis fall on an entry instead of padding."""
-    count = 0
-    for tap in range(window):
-        first = tap * dilation - low
-        if spread == 1:
-            start = max(0, -(first // stride)) if first < 0 else 0
-            stop = min(num_out, (size - 1 - first) // stride + 1)
-            count += max(0, stop - start)
-        else:
-            positions = (first + i * stride for i in range(num_out))
-            count += sum(p % spread == 0 and 0 <= p // spread < size for p in positions)
-    return count
+    return 2 * _out_elements(equation) * shape_of(equation.invars[0])[-1]
 
 
 def _step_flops(equation: JaxprEqn) -> int | float:
@@ -227,7 +149,7 @@ def _step_flops(equation: JaxprEqn) -> int | float:
 
 
 def _reduce_flops(equation: JaxprEqn) -> int | float:
-    reduced = _elements(equation.invars[0]) - _out_elements(equation)
+    reduced = num_elements(equation.invars[0]) - _out_elements(equation)
     return _step_flops(equation) * reduced
 
 
@@ -237,18 +159,18 @@ def _window_flops(equation: JaxprEqn) -> int | float:
 
 
 def _cumulative_flops(equation: JaxprEqn) -> int | float:
-    length = _shape(equation.invars[0])[equation.params["axis"]]
-    steps = _elements(equation.invars[0]) * (length - 1) / length if length else 0
+    length = shape_of(equation.invars[0])[equation.params["axis"]]
+    steps = num_elements(equation.invars[0]) * (length - 1) / length if length else 0
     return _step_flops(equation) * steps
 
 
 def _sort_flops(equation: JaxprEqn) -> int | float:
-    length = _shape(equation.invars[0])[equation.params["dimension"]]
-    return _elements(equation.invars[0]) * math.ceil(math.log2(max(length, 2)))
+    length = shape_of(equation.invars[0])[equation.params["dimension"]]
+    return num_elements(equation.invars[0]) * math.ceil(math.log2(max(length, 2)))
 
 
 def _top_k_flops(equation: JaxprEqn) -> int | float:
-    return _elements(equation.invars[0]) * math.ceil(math.log2(max(equation.params["k"], 2)))
+    return num_elements(equation.invars[0]) * math.ceil(math.log2(max(equation.params["k"], 2)))
 
 
 def _power_flops(equation: JaxprEqn) -> int | float:
@@ -261,25 +183,25 @@ def _power_flops(equation: JaxprEqn) -> int | float:
 
 
 def _scatter_flops(equation: JaxprEqn) -> int | float:
-    return 0 if equation.primitive.name == "scatter" else _elements(equation.invars[2])
+    return 0 if equation.primitive.name == "scatter" else num_elements(equation.invars[2])
 
 
 def _random_flops(equation: JaxprEqn) -> int | float:
     """Threefry: 20 rounds of 5 operations make two words."""
-    return 50 * sum(map(_elements, equation.outvars))
+    return 50 * sum(map(num_elements, equation.outvars))
 
 
 def _fft_flops(equation: JaxprEqn) -> int | float:
     """Those of the algorithm of Cooley and Tukey; a real transform takes half of them."""
     points = math.prod(equation.params["fft_lengths"])
-    elements = max(_elements(equation.invars[0]), _out_elements(equation))
+    elements = max(num_elements(equation.invars[0]), _out_elements(equation))
     real = equation.params["fft_type"] in (lax.FftType.RFFT, lax.FftType.IRFFT)
     return (2.5 if real else 5) * elements * math.log2(max(points, 2))
 
 
 def _attention_flops(equation: JaxprEqn) -> int | float:
     """The two products of attention; every score counts, masked or not."""
-    query, key = (_shape(var) for var in equation.invars[:2])
+    query, key = (shape_of(var) for var in equation.invars[:2])
     length = key[2] if equation.params["layout"] else key[1]
     return 4 * math.prod(query) * length
 
@@ -288,7 +210,7 @@ def _attention_flops(equation: JaxprEqn) -> int | float:
 _PRODUCTS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,
-    "conv_general_dilated": _conv_flops,
+    "conv_general_dilated": conv_flops,
     "dot_product_attention_fwd_wrapper": _attention_flops,
     **DIRECT,
 }
@@ -302,7 +224,7 @@ _FLOPS: Mapping[str, Callable[[JaxprEqn], int | float]] = {
     "top_k": _top_k_flops,
     "approx_top_k": _top_k_flops,
     "fft": _fft_flops,
-    **dict.fromkeys(_SCATTERS, _scatter_flops),
+    **dict.fromkeys(SCATTERS, _scatter_flops),
     **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), _random_flops),
     **dict.fromkeys(("random_fold_in", "random_split", "random_seed"), _random_flops),
     "reduce_window": _window_flops,
@@ -424,7 +346,7 @@ def _pallas_cost(equation: JaxprEqn) -> Cost:
     """The cost that the kernel's author declared; without a declaration it is unknown."""
     estimate = equation.params.get("cost_estimate")
     if estimate is None:
-        return Cost(bytes=float(_all_bytes(equation)), known=False)
+        return Cost(bytes=float(all_bytes(equation)), known=False)
     return Cost(
         flops=float(estimate.flops),
         bytes=float(estimate.bytes_accessed),
@@ -440,7 +362,7 @@ def _kernel_cost(equation: JaxprEqn) -> Cost:
     plain, share = _body_cost(params["plain"]), share_of_pairs(name, operands)
     return Cost(
         flops=share * plain.flops + flops_instead(name, given),
-        bytes=float(_all_bytes(equation)) - unread_bytes(name, given),
+        bytes=float(all_bytes(equation)) - unread_bytes(name, given),
         transcendentals=share * plain.transcendentals,
         exact=plain.exact and share == 1.0,
         known=plain.known,

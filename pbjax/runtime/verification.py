@@ -180,7 +180,7 @@ def _without_near_ties(
 
 
 @jax.jit
-def _unlike(found: Array, expected: Array, bound: float) -> Array:
+def _unlike(found: Array, expected: Array, bound: float | Array) -> Array:
     """Where two arrays differ by more than a bound."""
     if _is_exact(found):
         return found != expected

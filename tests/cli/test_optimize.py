@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import models
 from pbjax.cli.app import app
-from pbjax.cli.optimize import read_batch
+from pbjax.cli.batch_options import read_batch
 from pbjax.errors import InputError, VerificationError
 from pbjax.planning.plan import Plan, Seconds
 from pbjax.planning.profiling import Profile, Timing
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def sentences(tmp_path):
     path = tmp_path / "sentences.txt"
-    path.write_text("\n\n".join(SENTENCES) + "\n", encoding="utf-8")
+    path.write_text("\n".join(SENTENCES) + "\n", encoding="utf-8")
     return path
 
 

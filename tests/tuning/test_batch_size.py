@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pbjax.cli.optimize import read_batch
+from pbjax.cli.batch_options import read_batch
 from pbjax.device import find_device
 from pbjax.errors import InputError, InputTypeError, MemoryBudgetError
 from pbjax.planning.profiling import Timing

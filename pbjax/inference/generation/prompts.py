@@ -5,7 +5,7 @@ Padding is removed here on both sides, so that nothing after this depends on it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -23,6 +23,7 @@ LARGEST_BUCKET = 2**20
 type Messages = Sequence[Mapping[str, object]]
 
 
+@runtime_checkable
 class ChatTemplate(Protocol):
     """What makes a text of messages, such as `models.load_chat_template` reads."""
 
