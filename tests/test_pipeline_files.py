@@ -29,11 +29,27 @@ from .jobs import check_house_form, check_outputs, run, scan, small
 from .networks import NETWORKS, tokens
 
 
+@pytest.fixture(scope="module")
+def halves():
+    """A job split into two halves, of which tests look at the plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        FakeTimer().install(patch)
+        return run(small(), 6, split=(3, 3))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A job of two rows, of which tests look at the table."""
+    with pytest.MonkeyPatch.context() as patch:
+        FakeTimer().install(patch)
+        return run(small(), 2, split=(1, 1))
+
+
 def test_repeated_layers_are_measured_once(timer):
     run(NETWORKS["function_loop"](2), 6, split=(3, 3))
     few = list(timer.stages)
     timer.stages.clear()
-    run(NETWORKS["function_loop"](24), 6, split=(3, 3))
+    run(NETWORKS["function_loop"](8), 6, split=(3, 3))
     assert timer.stages == few
     assert len(set(few)) == len(few)
 
@@ -116,8 +132,8 @@ def test_plan_for_another_model_is_refused(timer):
     check_house_form(error)
 
 
-def test_plan_for_another_batch_is_refused(timer):
-    plan = run(small(), 6, split=(3, 3)).plan
+def test_plan_for_another_batch_is_refused(timer, halves):
+    plan = halves.plan
     with pytest.raises(errors.InputError, match="6 rows; the example has 7") as error:
         run(small(), 7, plan=plan)
     check_house_form(error)
@@ -159,17 +175,16 @@ def test_plan_from_elsewhere_is_measured_again_and_says_so(timer, monkeypatch, f
     assert f"warning: {warning}" in str(again.report())
 
 
-def test_plan_whose_staggers_do_not_fit_is_refused(timer):
-    plan = replace(run(small(), 6, split=(3, 3)).plan, staggers=(0, 99))
+def test_plan_whose_staggers_do_not_fit_is_refused(timer, halves):
+    plan = replace(halves.plan, staggers=(0, 99))
     with pytest.raises(errors.InputError, match="99") as error:
         run(small(), 6, plan=plan)
     check_house_form(error)
 
 
-def test_plan_and_split_together_are_refused(timer):
-    plan = run(small(), 6, split=(3, 3)).plan
+def test_plan_and_split_together_are_refused(timer, halves):
     with pytest.raises(errors.InputError, match="leave out the other") as error:
-        run(small(), 6, plan=plan, split=(2, 4))
+        run(small(), 6, plan=halves.plan, split=(2, 4))
     check_house_form(error)
 
 
@@ -186,14 +201,13 @@ def test_profile_file_is_made_and_used_again(timer, tmp_path):
     assert again.report().rows_measured == 0
 
 
-def test_profile_of_another_device_is_refused_and_not_overwritten(timer, tmp_path):
+def test_profile_of_another_device_is_refused_and_not_overwritten(timer, halves, tmp_path):
     path = tmp_path / "table.json"
-    run(small(), 6, split=(3, 3), profile=path)
+    halves.report().profile.save(path)
     path.write_text(
         path.read_text().replace('"device_kind": "cpu"', '"device_kind": "NVIDIA H200"')
     )
     before = path.read_bytes()
-    timer.stages.clear()
     with pytest.raises(errors.DeviceError, match="NVIDIA H200") as error:
         run(small(), 6, split=(3, 3), profile=path)
     check_house_form(error)
@@ -216,12 +230,11 @@ def test_profile_of_another_device_is_refused_and_not_overwritten(timer, tmp_pat
     ],
     ids=["empty", "brace", "list", "half", "tail", "schema", "negative", "renamed", "no UTF-8"],
 )
-def test_damaged_profile_is_refused_and_left_alone(timer, tmp_path, damage):
+def test_damaged_profile_is_refused_and_left_alone(timer, pair, tmp_path, damage):
     path = tmp_path / "table.json"
-    run(small(), 2, split=(1, 1), profile=path)
+    pair.report().profile.save(path)
     path.write_bytes(damage(path.read_text()).encode(errors="surrogateescape"))
     before = path.read_bytes()
-    timer.stages.clear()
     with pytest.raises(errors.FileError, match="load") as error:
         run(small(), 2, split=(1, 1), profile=path)
     assert "\n" not in str(error.value)
@@ -243,19 +256,18 @@ def test_interrupt_keeps_rows_and_only_missing_ones_are_measured_afterwards(monk
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_rows_of_another_jax_are_used_with_a_warning(timer, tmp_path):
+def test_rows_of_another_jax_are_used_with_a_warning(timer, pair, tmp_path):
     path = tmp_path / "table.json"
-    run(small(), 2, split=(1, 1), profile=path)
+    pair.report().profile.save(path)
     path.write_text(path.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1.0"'))
-    timer.stages.clear()
     with pytest.warns(errors.PbjaxWarning, match=r"jax differs \(0.1.0 in the profile, "):
         fast = run(small(), 2, split=(1, 1), profile=path)
     assert not timer.stages
     assert any("0.1.0" in warning for warning in fast.report().warnings)
 
 
-def test_profile_object_is_completed_and_not_changed(timer):
-    table = run(small(), 2, split=(1, 1)).report().profile
+def test_profile_object_is_completed_and_not_changed(timer, pair):
+    table = pair.report().profile
     rows = table.rows
     larger = run(small(), 6, split=(3, 3), profile=table).report().profile
     assert table.rows == rows
@@ -293,7 +305,11 @@ def test_same_profile_decides_the_same_in_another_process(timer, tmp_path):
     here = search_within(table, 6, device.memory_bytes)
     there = subprocess.run(
         [sys.executable, "-c", DECIDES, str(Path(__file__).parent.parent), str(path)],
-        env={"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"},
+        env={
+            "PYTHONHASHSEED": "7",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        },
         capture_output=True,
         text=True,
         check=True,

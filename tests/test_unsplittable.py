@@ -56,14 +56,20 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(scope="module", params=MODELS)
 def case(request):
     return MODELS[request.param]
 
 
-def test_it_computes_what_the_model_does_and_says_why_it_runs_whole(case):
+@pytest.fixture(scope="module")
+def fast(case):
+    """The model of a case, optimised once for all tests of it."""
+    model, inputs, _ = case
+    return pbjax.optimize(model, *inputs)
+
+
+def test_it_computes_what_the_model_does_and_says_why_it_runs_whole(case, fast):
     model, inputs, primitive = case
-    fast = pbjax.optimize(model, *inputs)
     assert_close(fast(*inputs), model(*inputs), reduction=F, roundings=20)
     assert fast.plan.decision == "unsplit"
     assert fast.plan.sizes == (B,)
@@ -81,18 +87,17 @@ def test_a_split_is_refused_with_the_operation_and_its_line(case):
         pbjax.optimize(model, *inputs, split=(4, 2))
 
 
-def test_other_batch_sizes_are_refused(case):
+def test_other_batch_sizes_are_refused(case, fast):
     model, inputs, _ = case
     with pytest.raises(ModelError, match=r"buckets=\(2,\)"):
         pbjax.optimize(model, *inputs, buckets=(2,))
-    fast = pbjax.optimize(model, *inputs)
     with pytest.raises(InputError, match="depend on each other"):
         fast(*(x[:4] for x in inputs))
 
 
-def test_a_saved_plan_runs_again(case, tmp_path, monkeypatch):
+def test_a_saved_plan_runs_again(case, fast, tmp_path, monkeypatch):
     model, inputs, _ = case
-    plan = pbjax.optimize(model, *inputs).plan
+    plan = fast.plan
     plan.save(tmp_path / "plan.json")
     monkeypatch.setattr("pbjax.tuning.autotune.measure", lambda *_: pytest.fail("timed again"))
     again = pbjax.optimize(model, *inputs, plan=tmp_path / "plan.json")

@@ -19,6 +19,7 @@ from pbjax.roofline.measure import instruction_stages
 from pbjax.roofline.measured_table import MeasuredTable, Row, checks_text, stage_checks
 from pbjax.roofline.report import roofline_report
 from tests.fakes import provenance
+from tests.shapes import long_gpt2
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = find_device("cpu", num_cores=2)
@@ -284,7 +285,8 @@ def test_the_command_measures_saves_and_compares(tmp_path):
 def test_further_batches_and_lengths_are_measured_for_the_curves(tmp_path):
     table = tmp_path / "stages.json"
     sizes = ["--dtype", "float32", "--phase", "decode", "--batch", "2", "--seq", "128"]
-    command = ["roofline", "gpt2", "--layers", "1", *sizes, "--study", "--json"]
+    folder = long_gpt2(tmp_path / "small")
+    command = ["roofline", str(folder), "--layers", "1", *sizes, "--study", "--json"]
     options = ["--measure", "--measure-batch", "4", "--measure-seq", "256"]
     options += ["--save-measured", str(table)]
     result = CliRunner().invoke(app, [*command, *options])
