@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -90,6 +91,8 @@ def find_folder(folder: str | os.PathLike[str]) -> Path:
         ) from error
     if not path.is_dir():
         found = "a file" if path.exists() else "no such folder"
+        if not path.exists() and str(folder) in import_module("models.presets").PRESETS:
+            found = "the name of a preset, which has sizes and no weights"
         raise CheckpointError(
             f"{path}: {found}; a local folder with config.json is needed, nothing is downloaded;"
             " give the path of the folder"

@@ -5,12 +5,35 @@ in `planning.ceilings`. The kind comes in as a string, so that a plan can be mad
 is not there.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from math import inf
+from pkgutil import iter_modules
 
 from pbjax.errors import DeviceError, InputError, InputTypeError
+
+
+def check_platforms() -> None:
+    """Says what is missing where JAX_PLATFORMS asks for a GPU alone and JAX has no plugin for one.
+
+    JAX itself ends in an AssertionError without a text.
+
+    Raises:
+      DeviceError: The plugin is not installed.
+    """
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if not set(asked.split(",")) <= {"cuda", "gpu"}:
+        return
+    places = find_spec("jax_plugins")
+    names = iter_modules(places.submodule_search_locations) if places else ()
+    if not any(name.name.startswith("xla_cuda") for name in names):
+        raise DeviceError(
+            f"JAX_PLATFORMS={asked}: JAX has no CUDA plugin; an installed platform is allowed;"
+            ' pip install "pbjax[cuda]", or set JAX_PLATFORMS=cpu'
+        )
 
 
 class ResourceClass(StrEnum):

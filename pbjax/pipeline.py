@@ -10,7 +10,7 @@ import jax
 from pbjax.decode.programs import StepWorkload
 from pbjax.decode.report import state_report
 from pbjax.decode.search import step_shortlist
-from pbjax.device import Device
+from pbjax.device import Device, check_platforms
 from pbjax.errors import FusionError, warn
 from pbjax.fusion import Patterns, Selection
 from pbjax.graph.functional import Model
@@ -94,6 +94,7 @@ def optimize(
       FileError: A plan or profile file is corrupt.
       DeviceError: The device, or a profile, is not of the kind that JAX runs on.
     """
+    check_platforms()
     request = Request.of(
         model,
         inputs,

@@ -1,10 +1,11 @@
 """Device figures: look-up by kind, ridge points, refusals."""
 
+import types
 from dataclasses import replace
 
 import pytest
 
-from pbjax.device import Device, ResourceClass, devices, find_device
+from pbjax.device import Device, ResourceClass, check_platforms, devices, find_device
 from pbjax.errors import DeviceError, InputError, InputTypeError
 
 
@@ -143,3 +144,34 @@ def test_a_kind_that_is_no_text_is_refused():
 
 def test_resource_classes_print_as_their_names():
     assert [f"{c}" for c in ResourceClass] == ["TENSOR", "CUDA", "MEMORY"]
+
+
+# The platform that JAX is asked for
+
+
+@pytest.mark.parametrize("asked", ["cuda", "gpu", "cuda,gpu"])
+def test_gpu_without_its_plugin_names_the_extra(monkeypatch, asked):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    monkeypatch.setattr("pbjax.device.find_spec", lambda name: None)
+    with pytest.raises(DeviceError) as caught:
+        check_platforms()
+    assert str(caught.value) == (
+        f"JAX_PLATFORMS={asked}: JAX has no CUDA plugin; an installed platform is allowed;"
+        ' pip install "pbjax[cuda]", or set JAX_PLATFORMS=cpu'
+    )
+
+
+@pytest.mark.parametrize("asked", ["", "cpu", "cuda,cpu", "tpu"])
+def test_other_platforms_are_left_to_jax(monkeypatch, asked):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    monkeypatch.setattr("pbjax.device.find_spec", None)
+    check_platforms()
+
+
+def test_plugin_that_is_installed_is_enough(monkeypatch, tmp_path):
+    (tmp_path / "xla_cuda13").mkdir()
+    (tmp_path / "xla_cuda13" / "__init__.py").touch()
+    found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("pbjax.device.find_spec", lambda name: found)
+    check_platforms()

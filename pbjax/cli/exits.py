@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from pbjax.errors import FileError, InputError, PbjaxError, VerificationError
+from pbjax.device import check_platforms
+from pbjax.errors import DeviceError, FileError, InputError, PbjaxError, VerificationError
 
 EPILOG = (
     "Results go to stdout, progress and warnings to stderr. Exit codes: 0 done; 1 a model, plan or"
@@ -33,6 +34,7 @@ def exit_codes() -> Generator[None]:
     except Exception as error:
         code = _exit_code(error)
         if code is None:
+            _blame_platforms(error)
             raise
         if str(error):  # nothing is said of a pipe that is closed
             print(f"error: {error}", file=sys.stderr)
@@ -91,6 +93,20 @@ def interrupted_with(kept: str) -> Generator[None]:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
+
+
+def _blame_platforms(error: Exception) -> None:
+    """Ends a command by a line if JAX has none of the platforms that it was asked for."""
+    try:
+        check_platforms()
+    except DeviceError as missing:
+        found = str(missing)
+    else:
+        if not str(error).startswith("Unable to initialize backend"):
+            return
+        found = " ".join(str(error).split())
+    print(f"error: {found}", file=sys.stderr)
+    raise typer.Exit(1) from error
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -66,6 +66,7 @@ def find_folder(folder: Path, asked: str, fits: Callable[[Shape], bool], allowed
       InputError: It is another model.
       CheckpointError: The folder has no configuration, or one that is not supported.
     """
+    import_module("models.hf_folder").find_folder(folder)  # Here the name of a preset is none.
     shape = import_module("models.presets").find_shape(str(folder.absolute()))
     if not fits(shape):
         raise InputError(

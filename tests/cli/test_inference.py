@@ -452,6 +452,49 @@ def test_bad_image_does_not_lose_the_others(folder, speech, picture):
     assert f"error: {speech}: not readable as an image" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "preset", "more"),
+    [
+        ("generate", "gpt2", ("--prompt", "a")),
+        ("embed", "minilm", ("--text", "a")),
+        ("classify", "vit-base", (__file__,)),
+        ("transcribe", "parakeet-ctc-0.6b", (__file__,)),
+        ("convert", "bert-base", ("new",)),
+    ],
+)
+def test_preset_where_a_folder_is_needed_is_called_one(command, preset, more):
+    line = refused(command, preset, *more)
+    assert line.startswith(
+        f"error: {preset}: the name of a preset, which has sizes and no weights;"
+    )
+    assert "presets are" not in line
+
+
+def test_platform_without_its_plugin_is_one_line(speech, monkeypatch):
+    def fails(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("pbjax.device.find_spec", lambda name: None)
+    monkeypatch.setattr(transcribe, "find_folder", fails)
+    result = invoke("transcribe", "m", speech)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert (
+        'JAX has no CUDA plugin; an installed platform is allowed; pip install "pbjax[cuda]"'
+        in (result.stderr)
+    )
+
+
+def test_platform_that_jax_cannot_start_is_one_line(speech, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Unable to initialize backend 'foo': it is\nunknown.")
+
+    monkeypatch.setattr(transcribe, "find_folder", fails)
+    result = invoke("transcribe", "m", speech)
+    assert result.exit_code == 1
+    assert result.stderr == "error: Unable to initialize backend 'foo': it is unknown.\n"
+
+
 @pytest.mark.parametrize("command", ["generate", "embed", "classify", "transcribe"])
 def test_help_answers_without_jax(command):
     code = (

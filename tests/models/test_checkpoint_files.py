@@ -101,6 +101,10 @@ def test_corrupt_config_is_refused(tmp_path, text):
 
 def test_absent_folder_is_refused():
     assert "no such folder; a local folder" in refused("bert-base-uncased")
+    assert refused("minilm") == (
+        "minilm: the name of a preset, which has sizes and no weights; a local folder with"
+        " config.json is needed, nothing is downloaded; give the path of the folder"
+    )
 
 
 def test_file_instead_of_a_folder_is_refused():
