@@ -13,10 +13,10 @@ import tokenizers
 
 from models.chat import SPECIAL_TOKENS, TEMPLATE
 from models.checkpoint import load_tokenizer
-from models.errors import CheckpointError
+from models.errors import CheckpointError, ConfigError
 from models.hf_folder import find_folder, read_json
 from models.orbax_folder import CONFIG, TOKENIZER, is_ours
-from models.sentence_settings import copy_sentence_files
+from models.sentence_settings import copy_sentence_files, load_sentence_settings
 
 SOURCE_CONFIG = "source_config.json"
 GENERATION, VOCABULARY, TOKENIZER_CONFIG = (
@@ -40,6 +40,53 @@ COPIED = (
     VOCABULARY,
     *(name for name, _ in PREPROCESSORS),
 )
+
+
+# What needs which files of a folder, by the family.
+TEXT = {"bert": "embed", "bloom": "generate", "gpt2": "generate", "llama": "generate"}
+SPEECH = ("lasr_ctc", "parakeet_ctc", "wav2vec2-conformer")
+
+
+def check_companions(
+    folder: Path, model_type: str, *, allow_pickle: bool = False
+) -> tuple[str, ...]:
+    """Reads the files that `copy_companions` copies, so that a broken one is known in time.
+
+    Args:
+      folder: A Hugging Face folder.
+      model_type: The name of its family.
+      allow_pickle: Whether tensors of modules are read from pickles.
+
+    Returns:
+      A sentence for each thing that will not work with the folder: what is absent, what needs it,
+      and the remedy.
+
+    Raises:
+      CheckpointError: A file is broken.
+    """
+    for name in COPIED:
+        if name.endswith(".json") and name != TOKENIZER and (folder / name).is_file():
+            read_json(folder / name)
+    found = []
+    if (folder / TOKENIZER).is_file():
+        load_tokenizer(folder)
+    elif model_type in TEXT:
+        found.append(
+            f"{folder / TOKENIZER}: no such file; pbjax {TEXT[model_type]} and --texts need it;"
+            " where transformers is installed,"
+            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes it"
+        )
+    elif model_type in SPEECH and not (folder / VOCABULARY).is_file():
+        found.append(
+            f"{folder}: no {TOKENIZER} and no {VOCABULARY}; pbjax transcribe needs one of them;"
+            " fetch it with the checkpoint"
+        )
+    if model_type == "bert":
+        try:
+            load_sentence_settings(folder, allow_pickle=allow_pickle)
+        except ConfigError as error:
+            found.append(f"pbjax embed will refuse the folder: {error}")
+    return tuple(found)
 
 
 def copy_companions(source: Path, target: Path, *, allow_pickle: bool = False) -> None:

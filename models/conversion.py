@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models.checkpoint import Checkpoint, Progress, open_checkpoint, read_module
-from models.companions import copy_companions
+from models.companions import check_companions, copy_companions
 from models.errors import CheckpointError
 from models.hf_folder import find_folder, read_json
 from models.keys import KeyReport
@@ -43,6 +43,7 @@ class ConversionReport:
       read_bytes: The size of the tensors that were read.
       written_bytes: The size of the new folder.
       seconds: The wall time of the whole conversion.
+      warnings: What will not work with the new folder, and why.
     """
 
     source: Path
@@ -54,14 +55,16 @@ class ConversionReport:
     read_bytes: int
     written_bytes: int
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Returns the four lines of the check and one line about the new folder."""
+        """Returns the four lines of the check, one about the new folder, and the warnings."""
         written = (
             f"written  {self.target}: {self.dtype}, {self.read_bytes:,} bytes read,"
             f" {self.written_bytes:,} written, {self.seconds:.1f} s"
         )
-        return [*self.keys.lines(), self.numeric.line(self.fingerprint), written]
+        warnings = [f"warning  {text}" for text in self.warnings]
+        return [*self.keys.lines(), self.numeric.line(self.fingerprint), written, *warnings]
 
     def as_dict(self) -> dict[str, object]:
         """Returns the report as plain data for JSON."""
@@ -95,8 +98,8 @@ def convert(
       The report.
 
     Raises:
-      CheckpointError: As for `load`; also when the target exists, the disk has no room, or the
-        numeric check fails.
+      CheckpointError: As for `load`; also when the target exists, the disk has no room, a file
+        beside the weights such as tokenizer.json is broken, or the numeric check fails.
     """
     start_s = time.perf_counter()
     target = Path(target)
@@ -104,6 +107,9 @@ def convert(
     expected = None if reference is None else read_reference(reference)
     wanted = None if dtype is None else canonical_dtype(dtype, f"convert({source})")
     checkpoint = _open(find_folder(source), allow_pickle)
+    warnings = check_companions(
+        checkpoint.path, checkpoint.family.model_type, allow_pickle=allow_pickle
+    )
     stored = wanted or checkpoint.stored_dtype()
     written = checkpoint.match.report.num_expected * jnp.dtype(stored).itemsize
     check_room(target, written)
@@ -124,6 +130,7 @@ def convert(
         read_bytes=checkpoint.num_bytes,
         written_bytes=written_bytes,
         seconds=time.perf_counter() - start_s,
+        warnings=warnings,
     )
     for line in result.lines():
         report(line)

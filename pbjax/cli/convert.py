@@ -1,6 +1,7 @@
 """The command `pbjax convert`: a Hugging Face folder as a checkpoint that loads faster."""
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -46,4 +47,6 @@ def convert(
             progress=lambda done, total: progress("convert", done // MB, total // MB, "MB"),
         )
     if as_json:
+        for text in report.warnings:
+            print(f"warning: {text}", file=sys.stderr)
         print(json.dumps(report.as_dict(), default=str))

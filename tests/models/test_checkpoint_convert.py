@@ -111,7 +111,8 @@ def test_tokenizer_is_copied(tmp_path):
 
 def test_report_has_the_four_lines_and_what_was_written(converted):
     _, report, lines = converted
-    assert [line.split()[0] for line in lines] == ["config", "keys", "params", "numeric", "written"]
+    kinds = [line.split()[0] for line in lines]
+    assert kinds == ["config", "keys", "params", "numeric", "written", "warning"]  # no tokenizer
     assert lines == report.lines()
     assert "x std, reference reference.npz (transformers 4.57.1)" in lines[3]
 

@@ -6,7 +6,10 @@ import pytest
 import tokenizers
 
 import models
+from models.companions import check_companions
 from tests.decoders import make
+from tests.sentence_folders import listed
+from tests.sentence_folders import make as make_sentence_folder
 
 FILES = {
     "generation_config.json": {"eos_token_id": [7, 9]},
@@ -106,3 +109,50 @@ def test_missing_and_malformed_vocabularies_are_refused(tmp_path):
     write(tmp_path, "vocab.json", {"A": "0"})
     with pytest.raises(models.CheckpointError, match="some texts have no number"):
         models.load_vocabulary(tmp_path)
+
+
+# What convert says of them
+
+
+def converted(path):
+    lines = []
+    models.convert(path, path.parent / "ours", report=lines.append)
+    return [line for line in lines if line.startswith("warning")]
+
+
+def test_absent_tokenizer_is_a_warning_of_convert(tmp_path):
+    (line,) = converted(make(tmp_path / "hf", "gpt2"))
+    assert "tokenizer.json: no such file; pbjax generate and --texts need it" in line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_broken_file_is_an_error_of_convert_before_the_weights_are_read(tmp_path, name):
+    path = make(tmp_path / "hf", "gpt2")
+    (path / name).write_text('{"version": "1.0", ')
+    with pytest.raises(models.CheckpointError, match=f"{name}: not readable"):
+        models.convert(path, tmp_path / "ours")
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files", "number"),
+    [
+        ("bert", (), 1),
+        ("llama", (), 1),
+        ("parakeet_ctc", (), 1),
+        ("parakeet_ctc", ("vocab.json",), 0),
+        ("lasr_encoder", (), 0),
+        ("vit", (), 0),
+    ],
+)
+def test_what_is_needed_depends_on_the_family(tmp_path, model_type, files, number):
+    for name in files:
+        write(tmp_path, name, {"a": 0})
+    assert len(check_companions(tmp_path, model_type)) == number
+
+
+def test_module_that_embed_refuses_is_a_warning_of_convert(tmp_path):
+    path = make_sentence_folder(tmp_path / "a", pooling=listed("cls"), layers=[("LSTM", {})])
+    (line,) = check_companions(path, "bert")
+    assert "pbjax embed will refuse the folder: " in line
+    assert "module LSTM is not supported" in line
