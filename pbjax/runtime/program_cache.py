@@ -10,6 +10,8 @@ import json
 import math
 import os
 import warnings
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -24,6 +26,10 @@ OFF = "off"
 _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 # Folder of the records of verified programs, in JAX's folder.
 _VERIFIED = "pbjax_verified"
+# Sizes and times of the compiled programs that were read and found whole.
+_CHECKED = "pbjax_checked.json"
+_SUFFIX = "-cache"  # of the files of compiled programs
+_ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def keep_programs() -> str | None:
@@ -49,6 +55,7 @@ def keep_programs() -> str | None:
     folder = _folder()
     if folder is None:
         return None
+    remove_damaged(folder)
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return str(folder)
@@ -83,6 +90,52 @@ def _folder() -> Path | None:
         warnings.warn(text, PbjaxWarning, stacklevel=3)
         return None
     return folder
+
+
+def remove_damaged(folder: Path) -> None:
+    """Removes compiled programs that cannot be read, such as those of a full disk.
+
+    JAX warns of such a file at every start and never replaces it; without it, the next compilation
+    writes it anew. A file is read once; after that its size and time tell that it is the same.
+
+    Args:
+      folder: The folder of JAX's cache.
+    """
+    record = folder / _CHECKED
+    before = _checked(record)
+    found = {}
+    for path in folder.glob(f"*{_SUFFIX}"):
+        try:
+            status = path.stat()
+            state = [status.st_size, status.st_mtime_ns]
+            if before.get(path.name) != state and not _is_readable(path.read_bytes()):
+                path.unlink()
+                continue
+        except OSError:  # another process removes it too, or it may not be read
+            continue
+        found[path.name] = state
+    if found != before:
+        with suppress(OSError, FileError):
+            write_atomically(record, json.dumps(found))
+
+
+def _checked(record: Path) -> dict[str, object]:
+    try:
+        found = json.loads(record.read_text())
+    except (OSError, ValueError):  # absent or damaged: all files are read again
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_readable(compressed: bytes) -> bool:
+    """Whether a compressed program is whole; zlib keeps a checksum. JAX may use zstd, unlike us."""
+    if compressed.startswith(_ZSTD):
+        return True
+    try:
+        zlib.decompress(compressed)
+    except zlib.error:
+        return False
+    return True
 
 
 def program_key(lowered: jax.stages.Lowered, *more: object) -> str:

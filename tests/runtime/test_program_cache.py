@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,24 @@ def test_a_second_start_compiles_nothing_and_a_damaged_program_is_compiled_again
         path.write_bytes(path.read_bytes()[:100])
     third, warned = start(folder)
     assert (third["compile"], third["value"]) == (1, first["value"])
-    assert "Error reading persistent compilation cache entry" in warned
+    assert "Error reading" not in warned
+    fourth, _ = start(folder)
+    assert (fourth["compile"], fourth["load programs"]) == (0, first["compile"])
+
+
+def test_damaged_programs_are_removed_and_whole_ones_read_once(tmp_path, monkeypatch):
+    whole, damaged, other = (tmp_path / name for name in ("a-cache", "b-cache", "c-atime"))
+    whole.write_bytes(zlib.compress(b"program" * 99))
+    damaged.write_bytes(whole.read_bytes()[:-1])
+    other.write_bytes(b"")
+    program_cache.remove_damaged(tmp_path)
+    assert (whole.exists(), damaged.exists(), other.exists()) == (True, False, True)
+    monkeypatch.setattr(program_cache, "_is_readable", lambda _: pytest.fail("read again"))
+    program_cache.remove_damaged(tmp_path)
+    monkeypatch.undo()
+    whole.write_bytes(b"")
+    program_cache.remove_damaged(tmp_path)
+    assert not whole.exists()
 
 
 def test_nothing_is_kept_when_turned_off_or_by_default_on_a_cpu(settings, monkeypatch):
