@@ -5,7 +5,7 @@ serves both. Not here: attention (`models.fused_qkv` and the families).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -17,6 +17,7 @@ from models.layers import Linear, layer_norm, linear
 from pallas_kernels.gemm import ScaledRows, gated_gemm, normed_gemm
 
 
+@runtime_checkable
 class Norm(Protocol):
     """A norm with weights."""
 

@@ -4,6 +4,7 @@ Needs transformers, which pbjax does not: run it where that is, as
 `python scripts/make_chat_reference.py`.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -11,13 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from transformers import PreTrainedTokenizerFast  # pyrefly: ignore[missing-import]
-
 from tests.chats import CHATS, NAMES, REFERENCE, TEMPLATES, tokenizer
 
 
 def main() -> None:
     """Makes a folder for each template and keeps the ids of each chat."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    from transformers import PreTrainedTokenizerFast  # pyrefly: ignore[missing-import]
+
     found = {}
     for name, template in TEMPLATES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ Needs sentence-transformers and torch, which pbjax does not: run it where they a
 `python scripts/make_sentence_reference.py`.
 """
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -12,13 +13,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sentence_transformers import SentenceTransformer  # pyrefly: ignore[missing-import]
-
 from tests.sentence_folders import CASES, REFERENCE, TEXTS, make
 
 
 def main() -> None:
     """Makes the folders and keeps their vectors."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    from sentence_transformers import SentenceTransformer  # pyrefly: ignore[missing-import]
+
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (contents, asked) in CASES.items():

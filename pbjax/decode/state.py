@@ -16,7 +16,7 @@ from jaxtyping import Array
 from pbjax.errors import InputError, InputTypeError
 from pbjax.graph.placement import placed
 from pbjax.program.analysis import Analysis
-from pbjax.tuning.optimized import check_alike, refuse_traced
+from pbjax.tuning.call_arrays import check_alike, refuse_traced
 from pbjax.tuning.request import Request
 
 type Pieces = tuple[tuple[Array, ...], ...]

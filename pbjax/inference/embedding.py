@@ -48,6 +48,7 @@ class PackedEncoder(Protocol):
     # packed_hidden_state(input_ids, segment_ids, position_ids, offsets) is called by name.
 
 
+@runtime_checkable
 class Layer(Protocol):
     """What follows the pooling."""
 
@@ -67,6 +68,7 @@ class Layer(Protocol):
         ...
 
 
+@runtime_checkable
 class Settings(Protocol):
     """What a folder says of its vectors, such as `models.load_sentence_settings` reads."""
 

@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any, NoReturn, Protocol, SupportsIndex, cast, runtime_checkable
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from pbjax.batch_axes.inputs import refuse_lists
@@ -18,10 +17,17 @@ from pbjax.errors import InputError, InputTypeError
 from pbjax.graph.placement import is_elsewhere, placed
 from pbjax.planning.plan import Plan
 from pbjax.program.analysis import Analysis
+from pbjax.tuning.call_arrays import (
+    Dtype,
+    check_alike,
+    described,
+    on_host,
+    refuse_traced,
+    repeat_last,
+    size_of,
+)
 from pbjax.tuning.named_inputs import InputNames
 from pbjax.tuning.report import Report
-
-type Dtype = Any  # of numpy, or one of JAX's own, as random keys have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,19 +286,19 @@ class BucketedCall:
 
     def _num_rows(self, leaves: Sequence[Any]) -> int:
         leaf = leaves[self._row_leaf]
-        size = _size(leaf, self._row_axis)
+        size = size_of(leaf, self._row_axis)
         if size is None:
             raise InputError(
-                f"call: input {self._row_leaf} is {_described(leaf)}; an array with the batch in "
+                f"call: input {self._row_leaf} is {described(leaf)}; an array with the batch in "
                 f"axis {self._row_axis} was planned for; pass inputs like the example"
             )
         return size
 
     def _check_rows(self, leaves: Sequence[Any], size: int) -> None:
         for index, (x, axis) in enumerate(zip(leaves, self._batch.axes, strict=True)):
-            if axis is not None and _size(x, axis) != size:
+            if axis is not None and size_of(x, axis) != size:
                 raise InputError(
-                    f"call(batch={size}): input {index} is {_described(x)}; {size} rows in axis "
+                    f"call(batch={size}): input {index} is {described(x)}; {size} rows in axis "
                     f"{axis} are needed, as in the other inputs; correct the input"
                 )
 
@@ -320,14 +326,16 @@ class BucketedCall:
         refuse_traced("call", leaves)
         self._check_rows(leaves, size)
         padded = [
-            x if axis is None else _on_host(x, partial(_pad, axis=axis, size=bucket.batch_size))
+            x
+            if axis is None
+            else on_host(x, partial(repeat_last, axis=axis, size=bucket.batch_size))
             for x, axis in zip(leaves, self._batch.axes, strict=True)
         ]
         check_alike("call: input", padded, bucket.signature)
         weights = bucket.weights if params is None else bucket.pack(params)
         outputs, tree = jax.tree.flatten(_run(bucket.program, weights, padded))
         cut = [
-            y if axis is None else _on_host(y, itemgetter((slice(None),) * axis + (slice(size),)))
+            y if axis is None else on_host(y, itemgetter((slice(None),) * axis + (slice(size),)))
             for y, axis in zip(outputs, self._out_axes, strict=True)
         ]
         return jax.tree.unflatten(tree, cut)
@@ -358,56 +366,3 @@ def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -
             "which names the operation"
         ) from None
     return program(tuple(map(placed, weights)), *map(placed, leaves))
-
-
-def refuse_traced(what: str, leaves: Sequence[Any]) -> None:
-    """Raises InputTypeError where an input is being traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise InputTypeError(
-            f"{what}: an input is being traced, as inside jax.jit, vmap or grad; a compiled "
-            "program takes arrays; call it outside of them, or transform the model before "
-            "optimizing it"
-        )
-
-
-def check_alike(
-    what: str, leaves: Sequence[Any], signature: Sequence[tuple[tuple[int, ...], Dtype]]
-) -> None:
-    """Raises InputError unless leaves have the shapes and dtypes that were planned for."""
-    for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, signature, strict=True)):
-        if getattr(leaf, "shape", None) != shape or not _same_dtype(leaf.dtype, dtype):
-            raise InputError(
-                f"{what} {index} is {_described(leaf)}; {dtype}{list(shape)} was planned for; "
-                "pass that, or optimize again for the new shape"
-            )
-
-
-def _same_dtype(found: Dtype, planned: Dtype) -> bool:
-    """Whether JAX takes one for the other: it reads 64-bit numbers of numpy as 32-bit ones."""
-    as_read = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
-    return found == planned or as_read(found) == planned
-
-
-def _size(x: object, axis: int) -> int | None:
-    """Length of an axis; None for what has no such axis."""
-    shape = getattr(x, "shape", ())
-    return shape[axis] if axis < len(shape) else None
-
-
-def _described(x: object) -> str:
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else type(x).__name__
-
-
-def _on_host(x: Array | np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> Array:
-    """Changes an array on the host, where no new shape has to be compiled; keys by their data."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _on_host(jax.random.key_data(x), change)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(change(np.asarray(x)))
-
-
-def _pad(values: np.ndarray, *, axis: int, size: int) -> np.ndarray:
-    """Repeats the last row."""
-    missing = size - values.shape[axis]
-    last = np.take(values, [-1], axis=axis)
-    return np.concatenate([values, np.repeat(last, missing, axis=axis)], axis=axis)
