@@ -51,10 +51,11 @@ def test_special_tokens_of_older_folders_are_read(tmp_path):
     ],
 )
 def test_what_a_template_cannot_take_is_refused(tmp_path, template, messages, message):
+    # The bare function: jaxtyping's check of the test run would come before ours.
+    render = getattr(ChatTemplate.render, "__wrapped__", ChatTemplate.render)
+    loaded = load(tmp_path, template)
     with pytest.raises(models.InputError, match=message):
-        # The bare function: jaxtyping's check of the test run would come before ours.
-        render = getattr(ChatTemplate.render, "__wrapped__", ChatTemplate.render)
-        render(load(tmp_path, template), messages)
+        render(loaded, messages)
 
 
 def test_missing_and_broken_templates_are_refused(tmp_path):
