@@ -322,7 +322,7 @@ def _dense(place: Path, fields: Mapping[str, object], allow_pickle: bool) -> Lay
     weight, bias = tensors["linear.weight"].T, tensors.get("linear.bias", np.float32(0))
     shortcut = tensors.get("residual.weight", np.eye(inputs, dtype=np.float32)).T
 
-    def apply(vectors: Vectors) -> Vectors:
+    def apply(vectors: Vectors) -> Float[np.ndarray, "texts F"]:
         found = np.asarray(activation(vectors @ weight + bias))
         return found + vectors @ shortcut if residual else found
 
