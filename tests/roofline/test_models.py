@@ -1,6 +1,5 @@
 """FLOPs of the six families against counts by hand, and rooflines of full-size models."""
 
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -150,10 +149,10 @@ def report(name, phase, batch, seq, shape_of=few_layers):
     return roofline_report(found.function, *found.inputs, device=H200, cache=found.cache)
 
 
-def test_llama3_8b_takes_less_than_ten_seconds_and_no_weights():
-    start = time.process_time()  # Of this process alone, whatever else the machine does.
+def test_llama3_8b_makes_no_weights():
+    before = sum(array.nbytes for array in jax.live_arrays())
     found = report("llama3-8b", "prefill", 8, 512, find_shape)
-    assert time.process_time() - start < 10
+    assert sum(array.nbytes for array in jax.live_arrays()) - before < 1e9
     assert found.memory.weight_bytes == 16_060_522_752
 
 
