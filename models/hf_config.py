@@ -102,9 +102,8 @@ IGNORED = frozenset(
 )
 
 
-@dataclass(
-    frozen=True, slots=True, kw_only=True, eq=False
-)  # One for each family: hashed as itself.
+# There is one for each family, which is hashed as itself.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schema:
     """What Hugging Face's configuration class of a family says of its fields.
 

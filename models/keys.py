@@ -262,7 +262,7 @@ class _Sizes:
         defaults = {
             name: value
             for name, value in self._schema.defaults.items()
-            if not self._schema.given(self._fields, name)
+            if self._schema.is_absent(self._fields, name)
         }
         return tuple(
             f"{name} is not in config.json and {value} by Hugging Face's default; add what fits"

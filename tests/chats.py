@@ -50,14 +50,20 @@ CHATS = {
 }
 
 
-def tokenizer():
-    """A tokenizer with one token a byte that begins every text with <s>."""
+def by_bytes(special):
+    """A tokenizer with one token a byte, as the last resort of GPT-2's and LLaMA 3's."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(SPECIAL)
+    made.add_special_tokens(special)
+    return made
+
+
+def tokenizer():
+    """A tokenizer with one token a byte that begins every text with <s>."""
+    made = by_bytes(SPECIAL)
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
     )

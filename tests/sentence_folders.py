@@ -73,13 +73,19 @@ CASES = {
 }
 
 
-def tokenizer():
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
+def by_words(words):
+    """A tokenizer with one token a word, of which the third and fourth stand around a text."""
+    vocabulary = {word: index for index, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
+    return made
+
+
+def tokenizer():
+    made = by_words(WORDS)
     made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
     return made
 

@@ -50,8 +50,7 @@ def classify(
     found = [(path, rows) for (path, _), rows in zip(pixels, ranked, strict=True)]
     if as_json:
         classes = [{"file": str(path), "classes": rows} for path, rows in found]
-        failed = {"failed": each.failed} if each.failed else {}
-        print(json.dumps({"images": classes} | failed))
+        print(json.dumps({"images": classes} | each.in_document()))
     else:
         _print_classes(found, named=len(image) > 1)
     each.finish()

@@ -71,6 +71,10 @@ class FileByFile:
             self.failed.append({"file": str(path), "error": message})
             self._code = self._code or code
 
+    def in_document(self) -> dict[str, list[dict[str, str]]]:
+        """What a JSON document says of the failures: nothing if there were none."""
+        return {"failed": self.failed} if self.failed else {}
+
     def finish(self) -> None:
         """Ends the command with the exit code of the first failure, if there was one."""
         if self._code:

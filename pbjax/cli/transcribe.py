@@ -56,8 +56,7 @@ def transcribe(
             if not as_json:
                 print(f"{path}: {text}" if len(audio) > 1 else text)
     if as_json:
-        failed = {"failed": each.failed} if each.failed else {}
-        print(json.dumps({"transcripts": found} | failed))
+        print(json.dumps({"transcripts": found} | each.in_document()))
     each.finish()
 
 

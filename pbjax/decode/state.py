@@ -16,7 +16,7 @@ from jaxtyping import Array
 from pbjax.errors import InputError, InputTypeError
 from pbjax.graph.placement import placed
 from pbjax.program.analysis import Analysis
-from pbjax.tuning.call_arrays import check_alike, refuse_traced
+from pbjax.tuning.call_arrays import check_alike, refuse_traced, run_here
 from pbjax.tuning.request import Request
 
 type Pieces = tuple[tuple[Array, ...], ...]
@@ -265,7 +265,7 @@ class StepRunner:
         # Before the state is taken, which would be lost with a call that fails.
         others = self._layout.check_others(inputs[:argument] + inputs[argument + 1 :])
         refuse_traced("step", others)
-        outputs, pieces = self._program(self._weights, held.take(self), tuple(map(placed, others)))
+        outputs, pieces = run_here(self._program, self._weights, held.take(self), tuple(others))
         start = self._layout.outputs.start
         leaves = [*outputs[:start], Held(self, pieces), *outputs[start:]]
         return jax.tree.unflatten(self._out_tree, leaves)

@@ -171,12 +171,12 @@ def _without_near_ties(
     bound = 0.0
     if not _is_exact(found):
         bound = _error(graph, found, expected)[1]
-    wrong = _unlike(found, expected, bound)
+    wrong = unlike = _unlike(found, expected, bound)
     for other in near_ties(graph, values, output, partial(allowed_difference, graph)):
-        wrong &= _unlike(found, other, bound)
+        wrong = wrong & _unlike(found, other, bound)
         if not jnp.any(wrong):
             break
-    return jnp.where(wrong, found, jnp.where(_unlike(found, expected, bound), expected, found))
+    return jnp.where(unlike & ~wrong, expected, found)
 
 
 @jax.jit

@@ -9,8 +9,19 @@ import numpy as np
 from jaxtyping import Array
 
 from pbjax.errors import InputError, InputTypeError
+from pbjax.graph.placement import is_elsewhere, placed
 
 type Dtype = Any  # of numpy, or one of JAX's own, as random keys have
+
+
+def run_here[Out](program: Callable[..., Out], *arguments: Any) -> Out:
+    """Calls a compiled program; only one that refuses arrays elsewhere gets them moved here."""
+    try:
+        return program(*arguments)
+    except ValueError:
+        if not any(map(is_elsewhere, jax.tree.leaves(arguments))):
+            raise
+    return program(*jax.tree.map(placed, arguments))
 
 
 def refuse_traced(what: str, leaves: Sequence[Any]) -> None:

@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from pbjax.batch_axes.inputs import refuse_lists
 from pbjax.errors import InputError, InputTypeError
-from pbjax.graph.placement import is_elsewhere, placed
 from pbjax.planning.plan import Plan
 from pbjax.program.analysis import Analysis
 from pbjax.tuning.call_arrays import (
@@ -24,6 +23,7 @@ from pbjax.tuning.call_arrays import (
     on_host,
     refuse_traced,
     repeat_last,
+    run_here,
     size_of,
 )
 from pbjax.tuning.named_inputs import InputNames
@@ -350,13 +350,10 @@ def _refuse_state(method: str) -> NoReturn:
 
 def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -> object:
     try:
-        return program(weights, *leaves)
+        return run_here(program, weights, *leaves)
     except TypeError:
         refuse_traced("call", leaves)
         raise
-    except ValueError:
-        if not any(map(is_elsewhere, (*weights, *leaves))):
-            raise
     except Exception as error:
         if type(error).__name__ != "InternalFloatingPointError":  # JAX keeps its class to itself
             raise
@@ -365,4 +362,3 @@ def _run(program: Callable, weights: tuple[Array, ...], leaves: Sequence[Any]) -
             "on; finite numbers are allowed then; correct the inputs, or call the model itself, "
             "which names the operation"
         ) from None
-    return program(tuple(map(placed, weights)), *map(placed, leaves))

@@ -52,24 +52,24 @@ def test_options_that_are_paths_are_found():
     assert {("profile", "--out"), ("calibrate", "--out"), ("search", "--profile")} <= set(OPTIONS)
 
 
+PATHS = [
+    *OPTIONS,
+    *((command,) for command in ("convert", "optimize", "embed", "roofline")),
+    *((command, "a model") for command in ("convert", "classify", "transcribe")),
+    *((command, "--model") for command in ("profile", "search")),
+    ("roofline", "gpt2", "--draft"),
+]
 READ = ("--texts", "--ids", "--prompts")  # "-" is standard input.
+NO_PATHS = [(path, "", "it is empty") for path in PATHS]
+NO_PATHS += [(path, "-", "- is neither standard") for path in PATHS if path[-1] not in READ]
 
 
-@pytest.mark.parametrize(("text", "found"), [("", "it is empty"), ("-", "- is neither standard")])
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        *OPTIONS,
-        *((command,) for command in ("convert", "optimize", "embed", "roofline")),
-        *((command, "a model") for command in ("convert", "classify", "transcribe")),
-        *((command, "--model") for command in ("profile", "search")),
-        ("roofline", "gpt2", "--draft"),
-    ],
-    ids=" ".join,
+    ("arguments", "text", "found"),
+    NO_PATHS,
+    ids=[" ".join((*path, text or "empty")) for path, text, _ in NO_PATHS],
 )
 def test_an_empty_text_and_a_dash_are_no_paths(arguments, text, found, tmp_path, monkeypatch):
-    if text == "-" and arguments[-1] in READ:
-        pytest.skip("standard input")
     monkeypatch.chdir(tmp_path)
     result = invoke(*arguments, text)
     assert result.exit_code == 2

@@ -304,6 +304,15 @@ def test_a_state_without_an_array_is_refused():
         pbjax.optimize(lambda x, state: (x + 1, state), example()[0], None, state=1)
 
 
+def test_an_input_of_another_device_is_moved_and_the_state_is_kept(unsplit):
+    x, cache = example()
+    expected = unsplit(x, unsplit.hold(jax.tree.map(jnp.copy, cache))).hidden
+    held = unsplit.hold(jax.tree.map(jnp.copy, cache))
+    found = unsplit(jax.device_put(x, jax.devices()[1]), held)
+    assert (found.hidden == expected).all()
+    unsplit(x, found.cache)
+
+
 def test_a_state_that_comes_back_with_its_batch_elsewhere_is_refused():
     square = jnp.ones((4, 4))
     with pytest.raises(InputError, match=r"axes \(0,\) of its leaves, and in \(1,\)"):

@@ -4,7 +4,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from pbjax.errors import InputError, InputTypeError, ModelError, PbjaxWarning
 from pbjax.inference import embedding
 from pbjax.inference.embedding import embed
 from pbjax.inference.packing import pack
+from tests.sentence_folders import by_words
 
 DATA = Path(__file__).parents[1] / "data"
 # Of f32 sums in another order; the largest entry of a vector is about 1.
@@ -29,13 +29,7 @@ def bert():
 
 @pytest.fixture
 def tokenizer():
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return made
+    return by_words(WORDS)
 
 
 def sequences(lengths):

@@ -14,19 +14,7 @@ from pbjax.inference.generation.text import TextStream
 from tests import chats
 from tests.cases import examples
 
-
-def by_bytes():
-    """A tokenizer with one token a byte, as the last resort of GPT-2's and LLaMA 3's."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
-    return made
-
-
-BYTES = by_bytes()
+BYTES = chats.by_bytes(["<end>"])
 
 
 def stream(text, stops=(), prompt="so: "):
